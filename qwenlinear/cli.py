@@ -1,0 +1,41 @@
+"""The command line: ``qwenlinear doctor | bench``, each command in a module that is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+# name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
+BENCHES: dict[str, tuple[str, str]] = {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qwenlinear", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="measure, with both sides in one run")
+    names = bench.add_subparsers(dest="bench", required=True)
+    for name, (module, text) in BENCHES.items():
+        sub = names.add_parser(name, help=text)
+        loaded = importlib.import_module(module)
+        loaded.add_arguments(sub)
+        sub.set_defaults(run=loaded.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after ``qwenlinear``; None means ``sys.argv[1:]``.
+
+    Returns:
+        The exit status, 0 for success.
+    """
+    args = _parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
