@@ -1,0 +1,300 @@
+"""GatedDeltaKernel: the strategy. Ask it (`refusals`, `explain`, `require`), then run it (the call itself, or `step`).
+
+The base validates once, collects every refusal, applies exact lowerings and calls what a subclass wrote: `_chunk` and/or `_step`.
+
+    S <- exp(g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   o_t = S^T (scale q_t)        (per value head)
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qwenlinear.errors import Refusal, UnsupportedCall
+from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
+from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
+from qwenlinear.kernels.inputs import DeltaRuleInputs
+from qwenlinear.kernels.lowering import Answer, plan, run_without_tokens
+from qwenlinear.kernels.packing import PackedSequences
+
+
+class GatedDeltaKernel(ABC):
+    """One way to compute the gated delta rule (Yang et al., "Gated Delta Networks", arXiv:2412.06464).
+
+    A subclass declares `capabilities` and `tolerances` and writes `_chunk` and/or `_step`; both get a
+    :class:`DeltaRuleInputs` already validated and lowered to what was declared, and return ``(o, final_state or None)``.
+    It may add limits with `_refusals` (a call's metadata) and `_machine_refusals` (hardware and packages).
+    Constructing a kernel never needs the hardware it runs on. States are never written in place.
+
+    Args:
+        hardware: reads what a device is; None reads this machine. Tests pass a fake.
+
+    Example:
+        >>> from qwenlinear import TorchKernel
+        >>> q, k = torch.randn(2, 1, 6, 2, 8).unbind()
+        >>> v, g, beta = torch.randn(1, 6, 4, 8), -torch.rand(1, 6, 4), torch.rand(1, 6, 4)
+        >>> o, final_state = TorchKernel()(q, k, v, g, beta, output_final_state=True)
+        >>> o.shape, final_state.shape
+        (torch.Size([1, 6, 4, 8]), torch.Size([1, 4, 8, 8]))
+    """
+
+    capabilities: KernelCapabilities
+    tolerances: ClassVar[Mapping[torch.dtype, Tolerance]]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = cls.__dict__.get("capabilities")
+        if not isinstance(declared, KernelCapabilities):
+            return  # an abstract intermediate, or a composite that answers per instance
+        for form, method in (("chunk", "_chunk"), ("step", "_step")):
+            if getattr(declared, form) != (getattr(cls, method) is not getattr(GatedDeltaKernel, method)):
+                raise TypeError(f"{cls.__name__} needs capabilities.{form}=True exactly where it writes {method}")
+        missing = [str(dtype) for dtype in declared.dtypes if dtype not in getattr(cls, "tolerances", {})]
+        if missing:
+            raise TypeError(f"{cls.__name__} needs tolerances for each dtype it declares, got none for {missing}")
+
+    def __init__(self, *, hardware: HardwareProbe | None = None) -> None:
+        if not isinstance(getattr(self, "capabilities", None), KernelCapabilities):
+            raise TypeError(f"{type(self).__name__} needs a class attribute capabilities = KernelCapabilities(...)")
+        self._hardware = hardware if hardware is not None else probe
+        self._unavailable: dict[torch.device, tuple[Refusal, ...]] = {}
+
+    # ---- run -------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+    ) -> Answer:
+        """Run the chunked form: training and prefill. The signature is flash-linear-attention's `chunk_gated_delta_rule`.
+
+        Args:
+            q: ``[B, T, H, K]`` queries; float64, float32, bfloat16 or float16.
+            k: ``[B, T, H, K]`` keys, q's dtype.
+            v: ``[B, T, HV, V]`` values, q's dtype; HV a multiple of H, value head j uses key head ``j // (HV // H)``.
+            g: ``[B, T, HV]`` log-decay (natural logarithm, usually <= 0), float32; float64 when q is float64.
+            beta: ``[B, T, HV]`` write strength after the sigmoid, any floating dtype.
+            scale: factor on q; default None for ``K**-0.5``.
+            initial_state: ``[N, HV, K, V]`` of g's dtype; default None for zeros.
+            output_final_state: whether to return the state after the last token; default False.
+            use_qk_l2norm_in_kernel: normalise q and k first, ``x * rsqrt(sum(x**2) + 1e-6)``; default False.
+            cu_seqlens: ``[N+1]`` int32 or int64 boundaries of packed documents (B must be 1) or a
+                :class:`PackedSequences`; default None for dense input with N = B. A tensor on a GPU costs one
+                synchronisation a call.
+
+        Returns:
+            ``o [B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` in g's dtype or None.
+
+        Raises:
+            ValueError: an argument that no kernel could take.
+            UnsupportedCall: a limit of this kernel, with every reason in ``.refusals``.
+        """
+        inputs = DeltaRuleInputs.validate(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+        return self._run(inputs, "chunk")
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+    ) -> Answer:
+        """Run the recurrent form: decoding, any T. Arguments, results and errors are those of the call itself."""
+        inputs = DeltaRuleInputs.validate(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+        return self._run(inputs, "step")
+
+    # ---- ask -------------------------------------------------------------------------------------------------------
+
+    def refusals(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+        *,
+        form: Form = "chunk",
+    ) -> tuple[Refusal, ...]:
+        """Why this call would not run; never launches, never synchronises, never looks at values.
+
+        Args: those of the call itself, and ``form``: ``"chunk"`` (default) or ``"step"``.
+
+        Returns:
+            Every reason, machine first; ``()`` means that it runs.
+
+        Raises:
+            ValueError: an argument that no kernel could take.
+        """
+        inputs = DeltaRuleInputs.validate(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+        return self._all_refusals(inputs, form)
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+    ) -> str:
+        """What would happen to this call, in words: for both forms, what runs, what is lowered, or why it is refused.
+
+        Args: those of the call itself.
+
+        Returns:
+            A few lines to print.
+
+        Raises:
+            ValueError: an argument that no kernel could take.
+        """
+        inputs = DeltaRuleInputs.validate(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+        return "\n".join(
+            [
+                f"{self!r}: {inputs.describe()}",
+                *self._explain(inputs, "chunk"),
+                *self._explain(inputs, "step"),
+            ]
+        )
+
+    def unavailable(self, device: torch.device | str) -> tuple[Refusal, ...]:
+        """What a machine lacks for this kernel, whatever the call.
+
+        Args:
+            device: the device the tensors would be on.
+
+        Returns:
+            Every reason; ``()`` means that the kernel is there. Nothing is imported or launched.
+        """
+        where = torch.device(device)
+        if where not in self._unavailable:
+            self._unavailable[where] = tuple(self._machine_refusals(self._hardware(where)))
+        return self._unavailable[where]
+
+    def require(self, device: torch.device | str) -> None:
+        """Fail now if the machine lacks what this kernel needs, so that a job dies at start-up and not at its first step.
+
+        Args:
+            device: the device the tensors will be on.
+
+        Raises:
+            UnsupportedCall: listing what is missing and how to get it.
+        """
+        missing = list(self.unavailable(device))
+        devices = self.capabilities.devices
+        if (
+            devices is not None
+            and torch.device(device).type not in devices
+            and all(r.code != "device" for r in missing)
+        ):
+            needs = " or ".join(sorted(devices)) or "no device"
+            missing.insert(0, Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"))
+        if missing:
+            raise UnsupportedCall(repr(self), missing, f"on {device}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self._options().items())})"
+
+    # ---- what a subclass writes ------------------------------------------------------------------------------------
+
+    def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
+        """The chunked form. ``o [B, T, HV, V]`` in q's dtype, final state ``[N, HV, K, V]`` in g's dtype (or None)."""
+        raise NotImplementedError
+
+    def _step(self, inputs: DeltaRuleInputs) -> Answer:
+        """The recurrent form; as `_chunk`."""
+        raise NotImplementedError
+
+    def _refusals(self, inputs: DeltaRuleInputs, form: Form) -> Iterable[Refusal]:
+        """Limits that `capabilities` cannot say, from metadata alone. An exception in here is a bug and propagates."""
+        return ()
+
+    def _machine_refusals(self, hardware: Hardware) -> Iterable[Refusal]:
+        """What a machine lacks: hardware first, packages second, nothing imported."""
+        return ()
+
+    def _options(self) -> dict[str, object]:
+        """Constructor options worth showing in `repr`."""
+        return {}
+
+    # ---- how it runs; composites override these three --------------------------------------------------------------
+
+    def _run(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
+        refusals = self._all_refusals(inputs, form)
+        if refusals:
+            raise UnsupportedCall(repr(self), refusals, f"{form}: {inputs.describe()}")
+        undo = []
+        for lowering in plan(inputs, self.capabilities):
+            lowered = lowering.before(inputs)
+            if lowering.after is not None:
+                undo.append((lowering.after, inputs))
+            inputs = lowered
+        if inputs.B * inputs.T == 0:
+            answer = run_without_tokens(inputs)
+        else:
+            answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
+            _check_answer(self, inputs, answer)
+        for after, before in reversed(undo):
+            answer = after(before, answer)
+        return answer if inputs.output_final_state else (answer[0], None)
+
+    def _all_refusals(self, inputs: DeltaRuleInputs, form: Form) -> tuple[Refusal, ...]:
+        return (
+            *self.unavailable(inputs.q.device),
+            *self.capabilities.refusals(inputs, form),
+            *self._refusals(inputs, form),
+        )
+
+    def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
+        refusals = self._all_refusals(inputs, form)
+        if refusals:
+            return [f"  {form}: refused", *(f"    - {refusal}" for refusal in refusals)]
+        lowerings = [f"    - {lowering.text}" for lowering in plan(inputs, self.capabilities)]
+        return [f"  {form}: runs" + (", lowered:" if lowerings else ""), *lowerings]
+
+
+def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:
+    """A kernel author's mistake, caught where it was made."""
+    o, final = answer
+    K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
+    wanted = {"o": (o, inputs.v.shape, inputs.q.dtype)}
+    if inputs.output_final_state:
+        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)  # type: ignore[assignment]
+    for name, (tensor, shape, dtype) in wanted.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
+            got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype}, got {got}")

@@ -1,0 +1,152 @@
+"""What a kernel declares about itself. Every default is the safe answer: not declared means refused or lowered, never tried."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qwenlinear.errors import Refusal
+from qwenlinear.kernels.inputs import DeltaRuleInputs
+
+Form = Literal["chunk", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCapabilities:
+    """The limits of a kernel: what is missing here is refused with a reason, or lowered where an exact equivalent exists.
+
+    Args:
+        dtypes: dtypes of q, k and v that run.
+        devices: device types that run, such as ``{"cuda"}``; None means any.
+        chunk: the chunked form exists (``_chunk``): training and prefill.
+        step: the recurrent form exists (``_step``): decoding.
+        backward: the chunked form has gradients.
+        step_backward: the recurrent form has gradients.
+        state_backward: gradients reach ``initial_state`` and come from the final state, in the forms that have gradients.
+        initial_state: an initial state is taken.
+        final_state: the final state is returned when asked for.
+        packed: ``cu_seqlens`` is understood.
+        key_head_sizes: sizes K that run; None means any.
+        value_head_sizes: sizes V that run; None means any.
+        empty_sequences: packed documents of zero tokens run as they are; otherwise lowered by leaving them out.
+        value_head_groups: HV > H runs as it is; otherwise lowered by repeating q and k.
+        qk_l2norm: ``use_qk_l2norm_in_kernel`` runs inside; otherwise lowered by normalising before.
+        strided: strided tensors run as they are; otherwise lowered by copying.
+        state_layout: ``"kv"`` for states ``[N, HV, K, V]``; ``"vk"`` for ``[N, HV, V, K]``, lowered by transposing.
+        deterministic: repeated calls are bitwise equal, gradients too.
+        compile_safe: ``torch.compile(fullgraph=True)`` goes through.
+
+    Example:
+        >>> KernelCapabilities(dtypes=frozenset({torch.float32}), chunk=True).packed
+        False
+    """
+
+    dtypes: frozenset[torch.dtype]
+    devices: frozenset[str] | None = frozenset()
+    chunk: bool = False
+    step: bool = False
+    backward: bool = False
+    step_backward: bool = False
+    state_backward: bool = False
+    initial_state: bool = False
+    final_state: bool = False
+    packed: bool = False
+    key_head_sizes: Container[int] | None = None
+    value_head_sizes: Container[int] | None = None
+    empty_sequences: bool = False
+    value_head_groups: bool = False
+    qk_l2norm: bool = False
+    strided: bool = False
+    state_layout: Literal["kv", "vk"] = "kv"
+    deterministic: bool = False
+    compile_safe: bool = False
+
+    def refusals(self, inputs: DeltaRuleInputs, form: Form) -> Iterator[Refusal]:
+        """Why a call is outside these limits.
+
+        Args:
+            inputs: the validated call; only its metadata is looked at.
+            form: ``"chunk"`` or ``"step"``.
+
+        Yields:
+            One :class:`Refusal` a limit.
+        """
+        if not (self.chunk if form == "chunk" else self.step):
+            other = "call step(...)" if form == "chunk" else "call the kernel itself, which runs in chunks"
+            yield Refusal(
+                "form",
+                f"the {'chunked' if form == 'chunk' else 'recurrent'} form",
+                "a kernel without it",
+                other,
+            )
+        if self.devices is not None and inputs.q.device.type not in self.devices:
+            yield Refusal(
+                "device",
+                _names(self.devices),
+                inputs.q.device.type,
+                "move the layer there, or use TorchKernel()",
+            )
+        if inputs.q.dtype not in self.dtypes:
+            known = _names(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            yield Refusal("dtype", f"q, k and v in {known}", str(inputs.q.dtype).removeprefix("torch."), "cast them")
+        for code, sizes, size in (
+            ("key_head_size", self.key_head_sizes, inputs.K),
+            ("value_head_size", self.value_head_sizes, inputs.V),
+        ):
+            if sizes is not None and size not in sizes:
+                letter = code[0].upper()
+                yield Refusal(
+                    code,
+                    f"{letter} in {_sizes(sizes)}",
+                    f"{letter}={size}",
+                    "use another kernel for this model",
+                )
+        if inputs.needs_grad:
+            if not (self.backward if form == "chunk" else self.step_backward):
+                yield Refusal(
+                    "backward",
+                    "a call without gradients",
+                    "an input that requires them",
+                    "use torch.no_grad(), or a kernel with a backward pass",
+                )
+            elif not self.state_backward and inputs.initial_state is not None and inputs.initial_state.requires_grad:
+                yield Refusal(
+                    "state_backward",
+                    "an initial_state without gradients",
+                    "one that requires them",
+                    "detach() it",
+                )
+        if inputs.initial_state is not None and not self.initial_state:
+            yield Refusal("initial_state", "no initial_state", "one", "start the sequence here, or use another kernel")
+        if inputs.output_final_state and not self.final_state:
+            yield Refusal("final_state", "output_final_state=False", "True", "use another kernel for cached calls")
+        if inputs.cu_seqlens is not None and not self.packed:
+            yield Refusal("packed", "dense input", "cu_seqlens", "unpack the documents, or use a kernel that packs")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative errors ``norm(x - reference) / norm(reference)`` against float64 that a kernel promises.
+
+    Args:
+        output: of o.
+        state: of the final state.
+        gradient: of each gradient.
+    """
+
+    output: float
+    state: float
+    gradient: float
+
+
+def _names(words: object) -> str:
+    return " or ".join(sorted(map(str, words))) if words else "no device"  # type: ignore[call-overload]
+
+
+def _sizes(sizes: Container[int]) -> str:
+    if isinstance(sizes, range):
+        return f"{sizes.start}..{sizes.stop - 1}"
+    return str(sorted(sizes)) if isinstance(sizes, (set, frozenset)) else repr(sizes)

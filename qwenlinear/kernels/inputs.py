@@ -1,0 +1,230 @@
+"""DeltaRuleInputs: one validated call of the gated delta rule, the same object for every check, lowering and kernel.
+
+Shape letters, here and everywhere: B batch, T tokens, H query/key heads, HV value heads (value head j uses key head
+``j // (HV // H)``), K key head size, V value head size, N sequences (B when dense, the documents when packed).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwenlinear.kernels.packing import PackedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleInputs:
+    """The arguments of a kernel call after validation; made by :meth:`validate`.
+
+    Args:
+        q: ``[B, T, H, K]`` queries; float64, float32, bfloat16 or float16.
+        k: ``[B, T, H, K]`` keys, q's dtype.
+        v: ``[B, T, HV, V]`` values, q's dtype.
+        g: ``[B, T, HV]`` log-decay, natural logarithm, float32 (float64 when q is).
+        beta: ``[B, T, HV]`` write strength after the sigmoid, any floating dtype.
+        scale: factor on q.
+        initial_state: ``[N, HV, K, V]`` of g's dtype, or None for zeros.
+        output_final_state: whether the final state is wanted.
+        use_qk_l2norm_in_kernel: whether q and k are still to be normalised, ``x * rsqrt(sum(x**2) + 1e-6)``.
+        cu_seqlens: boundaries of packed documents as they came, or None for dense input.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    initial_state: Tensor | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    cu_seqlens: Tensor | PackedSequences | None
+
+    @classmethod
+    def validate(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor | PackedSequences | None,
+    ) -> DeltaRuleInputs:
+        """Check everything that needs no tensor value; the first fault found is reported.
+
+        Raises:
+            ValueError: naming the argument, what it needs and what came.
+        """
+        for name, tensor, dims in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} needs a tensor, got {type(tensor).__name__}")
+            if tensor.dim() != dims:
+                raise ValueError(f"{name} needs shape {_LETTERS[name]}, got {list(tensor.shape)}")
+        B, T, H, K = q.shape
+        HV, V = v.shape[2], v.shape[3]
+        _same_shape("k", k, q.shape, "q's")
+        _same_shape("v", v, (B, T, HV, V), "q's B and T")
+        _same_shape("g", g, (B, T, HV), "v's")
+        _same_shape("beta", beta, (B, T, HV), "v's")
+        if H < 1 or HV % H or HV < 1:
+            raise ValueError(f"v needs a number of heads HV that is a multiple of q's H, got HV={HV} and H={H}")
+        if K < 1 or V < 1:
+            raise ValueError(f"q and v need head sizes of at least 1, got K={K} and V={V}")
+        if q.dtype not in _STATE_DTYPES:
+            raise ValueError(f"q needs float64, float32, bfloat16 or float16, got {q.dtype}")
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            raise ValueError(f"q, k and v need one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        if g.dtype != _STATE_DTYPES[q.dtype]:
+            raise ValueError(f"g needs {_STATE_DTYPES[q.dtype]} where q is {q.dtype}, got {g.dtype}")
+        if not beta.is_floating_point():
+            raise ValueError(f"beta needs a floating dtype, got {beta.dtype}")
+        for name, tensor in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
+            if tensor is not None and tensor.device != q.device:
+                raise ValueError(f"{name} needs q's device {q.device}, got {tensor.device}")
+        for name, flag in (
+            ("output_final_state", output_final_state),
+            ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} needs True or False, got {flag!r}")
+        N = _count_sequences(cu_seqlens, B, T)
+        if initial_state is not None:
+            _same_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V] =")
+            if initial_state.dtype != g.dtype:
+                raise ValueError(f"initial_state needs {g.dtype} where q is {q.dtype}, got {initial_state.dtype}")
+        return cls(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            _scale(scale, K),
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            cu_seqlens,
+        )
+
+    @property
+    def B(self) -> int:
+        """Batch size."""
+        return self.q.shape[0]
+
+    @property
+    def T(self) -> int:
+        """Tokens of a batch row."""
+        return self.q.shape[1]
+
+    @property
+    def H(self) -> int:
+        """Query/key heads."""
+        return self.q.shape[2]
+
+    @property
+    def HV(self) -> int:
+        """Value heads."""
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        """Key head size."""
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        """Value head size."""
+        return self.v.shape[3]
+
+    @property
+    def N(self) -> int:
+        """Sequences: batch rows when dense, documents when packed."""
+        return _count_sequences(self.cu_seqlens, self.B, self.T)
+
+    @property
+    def packed(self) -> PackedSequences | None:
+        """The boundaries as a PackedSequences, which they are by the time a kernel's ``_chunk`` or ``_step`` sees them."""
+        assert not isinstance(self.cu_seqlens, Tensor), "boundaries are materialised before a kernel runs"
+        return self.cu_seqlens
+
+    @property
+    def boundaries(self) -> Tensor | None:
+        """``[N+1]`` int32 boundaries on q's device, shared by every call of the batch and not to be written to."""
+        return None if self.packed is None else self.packed._boundaries(self.q.device)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd will want a backward pass."""
+        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def state_or_zeros(self) -> Tensor:
+        """The initial state, or ``[N, HV, K, V]`` zeros of g's dtype."""
+        if self.initial_state is not None:
+            return self.initial_state
+        return self.g.new_zeros(self.N, self.HV, self.K, self.V)
+
+    def describe(self) -> str:
+        """The call in one line: shapes, dtype, device, what is asked for."""
+        words = [
+            f"B={self.B} T={self.T} H={self.H} HV={self.HV} K={self.K} V={self.V}",
+            f"{str(self.q.dtype).removeprefix('torch.')} on {self.q.device}",
+            "dense" if self.cu_seqlens is None else f"packed N={self.N}",
+        ]
+        if self.needs_grad:
+            words.append("with gradients")
+        if self.initial_state is not None:
+            words.append("from a state")
+        return ", ".join(words)
+
+
+_STATE_DTYPES = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+_LETTERS = {
+    "q": "[B, T, H, K]",
+    "k": "[B, T, H, K]",
+    "v": "[B, T, HV, V]",
+    "g": "[B, T, HV]",
+    "beta": "[B, T, HV]",
+}
+
+
+def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...], whose: str) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} needs shape {list(shape)} ({whose}), got {list(tensor.shape)}")
+
+
+def _scale(scale: float | None, K: int) -> float:
+    if scale is None:
+        return float(K) ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale needs a finite number or None for K**-0.5, got {scale!r}")
+    return float(scale)
+
+
+def _count_sequences(cu_seqlens: Tensor | PackedSequences | None, B: int, T: int) -> int:
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise ValueError(f"cu_seqlens needs a batch of one, got B={B}; flatten the batch to [1, B*T, ...]")
+    if isinstance(cu_seqlens, PackedSequences):
+        if cu_seqlens.total_tokens != T:
+            raise ValueError(f"cu_seqlens needs to end at T={T}, got {cu_seqlens.total_tokens}")
+        return cu_seqlens.num_sequences
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens needs a tensor or a PackedSequences, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens needs shape [N+1] with N >= 1, int32 or int64; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    return len(cu_seqlens) - 1

@@ -1,0 +1,143 @@
+"""Exact lowerings: what a kernel lacks and what has a mathematically equal, differentiable equivalent, once for all kernels.
+
+A lowering rewrites the call before the kernel sees it and mends the kernel's answer afterwards. :func:`plan` yields only those
+that apply, so that running and explaining can't disagree. A call whose boundaries came as a tensor is planned as it came: their
+values are read when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qwenlinear.kernels.capabilities import KernelCapabilities
+from qwenlinear.kernels.inputs import DeltaRuleInputs
+from qwenlinear.kernels.packing import PackedSequences
+
+Answer = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One rewrite: words for ``explain``, the new call, and what mends the kernel's answer."""
+
+    text: str
+    before: Callable[[DeltaRuleInputs], DeltaRuleInputs]
+    after: Callable[[DeltaRuleInputs, Answer], Answer] | None = None  # given the call as it was before this rewrite
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Normalise the last dimension, in float32 at least.
+
+    Args:
+        x: any floating tensor.
+        eps: added to the sum of squares.
+
+    Returns:
+        ``x * rsqrt(sum(x**2) + eps)`` in x's dtype.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[Lowering]:
+    """The lowerings that this call needs on a kernel of these capabilities, in the order they are applied.
+
+    Args:
+        inputs: the validated call.
+        capabilities: what the kernel takes as it is.
+
+    Yields:
+        Each lowering that applies.
+    """
+    if isinstance(inputs.cu_seqlens, Tensor):
+        sync = " (one synchronisation a call; make a PackedSequences once a batch)" if inputs.cu_seqlens.is_cuda else ""
+        yield Lowering(f"boundaries are read from the cu_seqlens tensor{sync}", _read_boundaries)
+    if inputs.cu_seqlens is not None and not capabilities.empty_sequences and _maybe_empty(inputs.cu_seqlens):
+        yield Lowering("empty documents are left out and their states put back", _drop_empty, _restore_empty)
+    if inputs.use_qk_l2norm_in_kernel and not capabilities.qk_l2norm:
+        yield Lowering("q and k are normalised before the kernel", _normalise)
+    if inputs.HV > inputs.H and not capabilities.value_head_groups:
+        yield Lowering(f"q and k are repeated {inputs.HV // inputs.H} times to HV={inputs.HV} heads", _repeat_heads)
+    if capabilities.state_layout == "vk" and (inputs.initial_state is not None or inputs.output_final_state):
+        yield Lowering("states are transposed to [N, HV, V, K] and back", _transpose_state, _transpose_answer)
+    if not capabilities.strided and not all(tensor.is_contiguous() for tensor in _tensors(inputs).values()):
+        names = ", ".join(name for name, tensor in _tensors(inputs).items() if not tensor.is_contiguous())
+        yield Lowering(f"strided {names} copied to contiguous memory", _contiguous)
+
+
+def run_without_tokens(inputs: DeltaRuleInputs) -> Answer:
+    """The answer where no sequence has a token: an empty output, and each state as it came.
+
+    Args:
+        inputs: a call with T = 0 (or B = 0).
+
+    Returns:
+        ``o [B, T, HV, V]`` and the final state if it was asked for, differentiable.
+    """
+    o = torch.zeros_like(inputs.v) + 0 * inputs.v  # keeps v's graph, so that backward() works on an empty batch
+    final = inputs.state_or_zeros().clone() if inputs.output_final_state else None
+    return o, final
+
+
+def _tensors(inputs: DeltaRuleInputs) -> dict[str, Tensor]:
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
+    return named if inputs.initial_state is None else {**named, "initial_state": inputs.initial_state}
+
+
+def _read_boundaries(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    assert isinstance(inputs.cu_seqlens, Tensor)
+    packed = PackedSequences.from_cu_seqlens(inputs.cu_seqlens, device=inputs.q.device)
+    if packed.total_tokens != inputs.T:
+        raise ValueError(f"cu_seqlens needs to end at T={inputs.T}, got {packed.total_tokens}")
+    return replace(inputs, cu_seqlens=packed)
+
+
+def _maybe_empty(cu_seqlens: Tensor | PackedSequences) -> bool:
+    return isinstance(cu_seqlens, Tensor) or cu_seqlens.nonempty is not cu_seqlens
+
+
+def _drop_empty(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    packed = inputs.packed
+    assert packed is not None
+    if packed.nonempty is packed:  # boundaries came as a tensor, and none is empty
+        return inputs
+    state = inputs.initial_state
+    if state is not None:
+        state = state.index_select(0, packed._nonempty_index(state.device))
+    return replace(inputs, cu_seqlens=packed.nonempty, initial_state=state)
+
+
+def _restore_empty(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
+    packed = inputs.packed
+    o, final = answer
+    assert packed is not None
+    if final is None or packed.nonempty is packed:
+        return answer
+    return o, inputs.state_or_zeros().index_copy(0, packed._nonempty_index(final.device), final)
+
+
+def _normalise(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    return replace(inputs, q=l2norm(inputs.q), k=l2norm(inputs.k), use_qk_l2norm_in_kernel=False)
+
+
+def _repeat_heads(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    group = inputs.HV // inputs.H
+    return replace(inputs, q=inputs.q.repeat_interleave(group, 2), k=inputs.k.repeat_interleave(group, 2))
+
+
+def _transpose_state(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    state = inputs.initial_state
+    return inputs if state is None else replace(inputs, initial_state=state.transpose(-1, -2).contiguous())
+
+
+def _transpose_answer(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
+    o, final = answer
+    return o, None if final is None else final.transpose(-1, -2).contiguous()
+
+
+def _contiguous(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    return replace(inputs, **{name: tensor.contiguous() for name, tensor in _tensors(inputs).items()})
