@@ -1,4 +1,4 @@
-"""The chunked gated delta rule in plain PyTorch, with a backward pass of its own that stores only the states between chunks.
+"""The chunked gated delta rule in plain PyTorch, with a backward pass of its own that stores a few states and recomputes the rest.
 
 For one chunk of C tokens and one value head, with cumulative log-decay c, incoming state S, and q already scaled:
 
@@ -8,8 +8,11 @@ For one chunk of C tokens and one value head, with cumulative log-decay c, incom
     S'     = e^c_C S + k^T (e^(c_C - c) W)
 
 Keys and queries lie stacked as kq ``[rows, H, 2C, K]`` and the G = HV / H value heads of a key head side by side in the
-columns of S ``[N, H, K, G V]``: one product reads the state for all of them and no key is repeated. Decays are summed and
+columns of S ``[n, H, K, G V]``: one product reads the state for all of them and no key is repeated. Decays are summed and
 subtracted in float64 (one strong decay must not drown the weak ones behind it) and exponentiated only as differences.
+
+Chunks are worked on in blocks (:mod:`chunk_layout`) so that what happens within a chunk never leaves the caches and takes the
+same memory for any number of tokens. The backward pass is given the state before each block and runs the block again.
 """
 
 from __future__ import annotations
@@ -21,19 +24,36 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from qwenlinear.kernels.chunk_layout import ChunkLayout
+from qwenlinear.kernels.chunk_layout import Block, ChunkLayout, Group
 
 # exp() of this is zero in every dtype, so clamping changes no value; it keeps -inf (a full reset) from making inf - inf.
 _LOG_ZERO = -1e4
 
 
 @dataclass
+class _Call:
+    """The tensors of a call as the layout sees them, ``[N, T, heads, ...]``, and its options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    norm: bool
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """H and G."""
+        return self.q.shape[2], self.v.shape[2] // self.q.shape[2]
+
+
+@dataclass
 class _Chunks:
-    """What a chunk needs that does not depend on the state; made alike in the forward and in the backward pass."""
+    """What the chunks of a block need that does not depend on the state; made alike in the forward and in the backward pass."""
 
     kq: Tensor  # [rows, H, 2C, K], keys above scaled queries, normalised if asked for
-    norm: Tensor | None  # [rows, H, 2C, 1], the factor that normalised (and scaled) kq
-    v: Tensor  # [rows, H, G, C, V]
+    factor: Tensor | None  # [rows, H, 2C, 1], what normalised (and scaled) kq
     beta: Tensor  # [rows, H, G, C, 1]
     decay: Tensor  # e^c, [rows, H, G, C, 1]
     tail: Tensor  # e^(c_C - c), [rows, H, G, C, 1]
@@ -42,37 +62,32 @@ class _Chunks:
     X: Tensor  # (I + A)^-1, [rows, H, G, C, C]
 
     @classmethod
-    def cut(
-        cls, layout: ChunkLayout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, norm: bool
-    ) -> _Chunks:
-        """Cut the tokens into chunks and do everything within a chunk."""
-        rows, C, dtype = layout.rows, layout.size, g.dtype
-        H, K, HV, V = q.shape[2], q.shape[3], v.shape[2], v.shape[3]
-        kq = g.new_empty(rows, H, 2 * C, K)
-        layout.cut(k, kq[:, :, :C])
-        layout.cut(q, kq[:, :, C:])
-        factor = _normaliser(kq, scale) if norm else None
-        if factor is not None:
-            kq.mul_(factor)
-        else:
-            kq[:, :, C:].mul_(scale)
-        groups = (H, HV // H)
-        values = layout.cut(v, g.new_empty(rows, HV, C, V)).unflatten(1, groups)
-        writes = layout.cut(beta, g.new_empty(rows, HV, C)).unflatten(1, groups).unsqueeze(-1)
-        logs = layout.cut(g, g.new_empty(rows, HV, C, dtype=torch.float64)).unflatten(1, groups)
+    def cut(cls, call: _Call, block: Block) -> _Chunks:
+        """Cut a block's tokens into chunks and do everything within a chunk."""
+        rows, C, groups, g = block.rows, block.size, call.groups, call.g
+        kq, factor = _cut_keys_and_queries(call, block)
+        beta = block.cut(call.beta, g.new_empty(rows, g.shape[2], C)).unflatten(1, groups).unsqueeze(-1)
+        logs = block.cut(g, g.new_empty(rows, g.shape[2], C, dtype=torch.float64)).unflatten(1, groups)
         c = logs.clamp_(min=_LOG_ZERO).cumsum(-1)
-        upper = torch.full((C, C), -torch.inf, dtype=dtype, device=g.device).triu_(1)
-        D = (c.unsqueeze(-1) - c.unsqueeze(-2)).to(dtype).add_(upper).exp_()
+        D = (c.unsqueeze(-1) - c.unsqueeze(-2)).to(g.dtype).exp_().tril_()
         kqk = (kq @ kq[:, :, :C].mT).unsqueeze(2)
-        A = (D * kqk[..., :C, :]).mul_(writes)
-        eye = torch.eye(C, dtype=dtype, device=g.device).expand_as(A)
+        A = (D * kqk[..., :C, :]).mul_(beta)  # its diagonal is ignored below
+        eye = torch.eye(C, dtype=g.dtype, device=g.device).expand_as(A)
         X = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
-        decay, tail = (x.to(dtype).exp_().unsqueeze(-1) for x in (c, c[..., -1:] - c))
-        return cls(kq, factor, values, writes, decay, tail, D, kqk, X)
+        decay, tail = (x.to(g.dtype).exp_().unsqueeze(-1) for x in (c, c[..., -1:] - c))
+        return cls(kq, factor, beta, decay, tail, D, kqk, X)
 
     def attention(self) -> Tensor:
         """(q k^T * D), ``[rows, H, G, C, C]``."""
         return self.kqk[..., self.D.shape[-1] :, :] * self.D
+
+    def writing(self) -> Tensor:
+        """(I + A)^-1 with beta in its columns, ``[rows, H, G, C, C]``: W is its product with v - e^c (k S)."""
+        return self.X * self.beta.mT
+
+    def kept(self, row: slice) -> Tensor:
+        """e^c_C of these rows, ``[n, H, 1, G, 1]``: what is kept of the state ``[n, H, K, G, V]`` over a chunk."""
+        return self.decay[row, :, :, -1].unsqueeze(2)
 
 
 class ChunkedGatedDeltaRule(torch.autograd.Function):
@@ -94,135 +109,200 @@ class ChunkedGatedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.options = (scale, norm, layout)
+        call = _Call(*map(layout.fold, (q, k, v, g, beta)), scale, norm)
+        keep = any(ctx.needs_input_grad[:6])
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        number = sum(group.number for group in layout.groups)
+        final = g.new_empty(number, v.shape[2], q.shape[3], v.shape[3]) if want_final else None
+        before: list[Tensor] = []  # the states before each block that has any
         with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks.cut(layout, q, k, v, g, beta, scale, norm)
-            S = None if state is None else _merge_groups(layout.ranked(state), q.shape[2])
-            keep = any(ctx.needs_input_grad[:6])
-            out, final, states = _scan(chunks, S, want_final, keep, layout)
-            ctx.save_for_backward(q, k, v, g, beta, state, states)
-            return layout.join(out.flatten(1, 2), q), _give_back(final, v.shape[2], layout)
+            for group in layout.groups:
+                S = None if state is None else _merge_heads(group.take(state), q.shape[2])
+                for block in group.blocks:
+                    if keep and S is not None:
+                        before.append(S.clone())
+                    S = _forward_block(call, group, block, S, layout.fold(out), final)
+        ctx.save_for_backward(q, k, v, g, beta, state, *before)
+        return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         scale, norm, layout = ctx.options
-        q, k, v, g, beta, state, states = ctx.saved_tensors
+        q, k, v, g, beta, state, *before = ctx.saved_tensors
+        call = _Call(*map(layout.fold, (q, k, v, g, beta)), scale, norm)
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
+        folded = [layout.fold(x) for x in grads]
+        d_out = None if d_out is None else layout.fold(d_out)
+        d_state = torch.zeros_like(state) if ctx.needs_input_grad[5] else None
         with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks.cut(layout, q, k, v, g, beta, scale, norm)
-            d_chunk = torch.zeros_like(chunks.v)
-            if d_out is not None:
-                layout.cut(d_out, d_chunk.flatten(1, 2))
-            d_final = None if d_final is None else _merge_groups(layout.ranked(d_final), q.shape[2])
-            (d_kq, d_v, d_c, d_b), dS = _scan_backward(chunks, states, d_chunk, d_final, state is not None, layout)
-            d_kq = _backward_of_cut(chunks, d_kq, scale)
-            d_k, d_q = (layout.join(x, q) for x in d_kq.chunk(2, dim=2))
-            d_v = layout.join(d_v.flatten(1, 2), v)
-            d_beta = layout.join(d_b.flatten(1, 2), beta)
-            d_logs = layout.join(d_c.flip(-1).cumsum(-1).flip(-1).flatten(1, 2), g)
-            d_g = d_logs.masked_fill_(g < _LOG_ZERO, 0)
-            d_state = _give_back(dS, v.shape[2], layout) if ctx.needs_input_grad[5] else None
-        return d_q, d_k, d_v, d_g, d_beta, d_state, None, None, None, None
+            for group in reversed(layout.groups):
+                d_last = None if d_final is None else _merge_heads(group.take(d_final), q.shape[2])
+                dS: Tensor | None = None
+                for block in reversed(group.blocks):
+                    S = None if block.first and state is None else before.pop()
+                    dS = _backward_block(call, block, S, d_out, d_last, dS, folded)
+                if d_state is not None and dS is not None:
+                    group.put(d_state, 0, _split_heads(dS, d_state.shape[1]))
+        grads[3].masked_fill_(g < _LOG_ZERO, 0)
+        return (*grads, d_state, None, None, None, None)
 
 
-def _scan(
-    chunks: _Chunks, S: Tensor | None, want_final: bool, keep: bool, layout: ChunkLayout
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Advance all sequences chunk by chunk. Returns o by chunk, final states by rank, and the incoming states of the rows."""
-    C, counts, starts = layout.size, layout.counts, layout.starts
-    rows, H, G, _, V = chunks.v.shape
-    K = chunks.kq.shape[-1]
-    out = torch.empty_like(chunks.v)
-    attention = chunks.attention()
-    first = 0 if S is not None else counts[0]  # the first row with a state
-    states = out.new_empty(rows - first, H, K, G * V) if keep else None
-    final = out.new_empty(counts[0], H, K, G * V) if want_final else None
-    for step, (start, n) in enumerate(zip(starts, counts, strict=True)):
-        row = slice(start, start + n)
-        values, carried = chunks.v[row], None
+def _forward_block(
+    call: _Call, group: Group, block: Block, S: Tensor | None, out: Tensor, final: Tensor | None
+) -> Tensor | None:
+    """Write o of a block, and the final states of sequences that end in it. Takes the incoming states and returns the outgoing."""
+    (H, G), C, dtype = call.groups, block.size, call.g.dtype
+    chunks = _Chunks.cut(call, block)
+    writing, attention = chunks.writing(), chunks.attention()
+    direct = block.whole and out.dtype == dtype
+    buffer = out if direct else call.g.new_empty(block.rows, H * G, C, out.shape[-1])
+    outs = block.steps(out) if direct else buffer.split(block.counts)
+    values = block.steps(call.v)
+    for (row, n, later), o, v in zip(block.walk(), outs, values, strict=True):
+        o, v, read = o.unflatten(1, (H, G)), v.unflatten(1, (H, G)).to(dtype), None
         if S is not None:
-            S = S[:n]
-            if states is not None:
-                states[start - first : start - first + n] = S
-            carried = _split_groups(chunks.kq[row] @ S, G)  # [n, H, G, 2C, V]
-            values = values - chunks.decay[row] * carried[..., :C, :]
-        W = chunks.X[row] @ (chunks.beta[row] * values)
-        torch.matmul(attention[row], W, out=out[row])
-        if carried is not None:
-            out[row].addcmul_(chunks.decay[row], carried[..., C:, :])
-        later = counts[step + 1] if step + 1 < len(counts) else 0
-        needed = n if want_final else later
-        if needed:
-            S = _advance(chunks, slice(start, start + needed), None if S is None else S[:needed], W[:needed])
-            if final is not None:
-                final[later:n] = S[later:]
-    return out, final, states
+            read = _split_groups(chunks.kq[row] @ S[:n], G)  # [n, H, G, 2C, V]
+            v = torch.addcmul(v, chunks.decay[row], read[..., :C, :], value=-1)
+        W = writing[row] @ v
+        if read is None:
+            o.copy_(attention[row] @ W)
+        else:
+            torch.addcmul(attention[row] @ W, chunks.decay[row], read[..., C:, :], out=o)
+        S = _advance(chunks, row, S, W, later if final is None else n)
+        if final is not None and S is not None:
+            group.put(final, later, _split_heads(S[later:], H * G))
+            S = S[:later]
+    if not direct:
+        block.join(buffer, out)
+    return S
 
 
-def _advance(chunks: _Chunks, row: slice, S: Tensor | None, W: Tensor) -> Tensor:
-    """S' of these rows, ``[n, H, K, G V]``."""
-    C = W.shape[-2]
-    written = chunks.kq[row, :, :C].mT @ _columns(chunks.tail[row], W)
-    return written if S is None else torch.addcmul(written, _last_decay(chunks, row), S)
+def _advance(chunks: _Chunks, row: slice, S: Tensor | None, W: Tensor, needed: int) -> Tensor | None:
+    """S' of the first ``needed`` of these rows, in the memory of S."""
+    if not needed:
+        return None
+    row, W = slice(row.start, row.start + needed), W[:needed]
+    n, H, G, C, V = W.shape
+    keys, tail = chunks.kq[row, :, :C].mT, _columns(chunks.tail[row], W)
+    if S is None:
+        return keys @ tail
+    S = S[:needed]
+    S.unflatten(-1, (G, V)).mul_(chunks.kept(row))
+    S.flatten(0, 1).baddbmm_(keys.flatten(0, 1), tail.flatten(0, 1))
+    return S
+
+
+@dataclass
+class _Replay:
+    """A block run again: what its gradients need from the scan. The first ``skip`` rows read no state."""
+
+    skip: int
+    states: Tensor  # [rows - skip, H, K, G V], incoming
+    read: Tensor  # kq S, [rows - skip, H, 2C, G V]
+    values: Tensor  # v - e^c (k S), [rows, H, G, C, V]
+    W: Tensor  # [rows, H, G, C, V]
+
+
+def _replay(call: _Call, block: Block, chunks: _Chunks, S: Tensor | None) -> _Replay:
+    (H, G), C = call.groups, block.size
+    K, V = call.q.shape[3], call.v.shape[3]
+    rows, skip = block.rows, block.counts[0] if S is None else 0
+    values = block.cut(call.v, call.g.new_empty(rows, H * G, C, V)).unflatten(1, (H, G))
+    states, read = values.new_empty(rows - skip, H, K, G * V), values.new_empty(rows - skip, H, 2 * C, G * V)
+    W, writing = torch.empty_like(values), chunks.writing()
+    for row, n, later in block.walk():
+        if S is not None:
+            own = slice(row.start - skip, row.stop - skip)
+            states[own] = S = S[:n]
+            torch.matmul(chunks.kq[row], S, out=read[own])
+            values[row].addcmul_(chunks.decay[row], _split_groups(read[own, :, :C], G), value=-1)
+        torch.matmul(writing[row], values[row], out=W[row])
+        if row.stop < rows:
+            S = _advance(chunks, row, S, W[row], later)
+    return _Replay(skip, states, read, values, W)
 
 
 @dataclass
 class _Gradients:
-    """Gradients by chunk while the backward scan fills them in."""
+    """Gradients of a block's chunks while they are filled in."""
 
     kq: Tensor  # [rows, H, 2C, K]
     W: Tensor  # [rows, H, G, C, V]
     R: Tensor  # [rows, H, G, C, V], of beta (v - e^c (k S))
     c: Tensor  # [rows, H, G, C]
-    read: Tensor  # [rows - first, H, 2C, G V], of what keys (above) and queries (below) read from the state
+    read: Tensor  # [rows - skip, H, 2C, G V], of what keys (above) and queries (below) read from the state
+
+
+def _backward_block(
+    call: _Call,
+    block: Block,
+    S: Tensor | None,
+    d_out: Tensor | None,
+    d_final: Tensor | None,
+    dS: Tensor | None,
+    grads: list[Tensor],
+) -> Tensor | None:
+    """Write the gradients of a block's tokens.
+
+    ``S`` are the states before the block, ``d_final`` the gradients of the group's final states, ``dS`` those of the states after
+    the block as far as they have any. Returns the gradients of S.
+    """
+    chunks = _Chunks.cut(call, block)
+    run = _replay(call, block, chunks, S)
+    d_chunk = torch.zeros_like(run.values)
+    if d_out is not None:
+        block.cut(d_out, d_chunk.flatten(1, 2))
+    d = _Gradients(
+        kq=torch.zeros_like(chunks.kq),
+        W=chunks.attention().mT @ d_chunk,
+        R=torch.empty_like(run.W),
+        c=torch.zeros_like(chunks.beta).squeeze(-1),
+        read=torch.empty_like(run.read),
+    )
+    dS = _scan_backward(block, chunks, run, d_chunk, d_final, dS, d)
+    d_beta = (d.R * run.values).sum(-1) + _backward_within(chunks, run.W, d_chunk, d)
+    d_keys, d_queries = _backward_of_cut(chunks, d.kq, call.scale).chunk(2, dim=2)
+    d_logs = d.c.flip(-1).cumsum(-1).flip(-1)
+    parts = (d_queries, d_keys, *(x.flatten(1, 2) for x in (d.R.mul_(chunks.beta), d_logs, d_beta)))
+    for part, whole in zip(parts, grads, strict=True):
+        block.join(part, whole)
+    return dS
 
 
 def _scan_backward(
-    chunks: _Chunks, states: Tensor, d_out: Tensor, d_final: Tensor | None, from_state: bool, layout: ChunkLayout
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Gradients of kq, v, c and beta by chunk, and of the initial states by rank.
-
-    ``states`` are the incoming states of the rows from ``first`` on: of all rows where the call had a state, of those after
-    step 0 where it started from zeros.
-    """
-    C, counts, starts = layout.size, layout.counts, layout.starts
-    rows, H, G, _, V = chunks.v.shape
-    first = 0 if from_state else counts[0]
-    carried = chunks.kq[first:] @ states  # [rows - first, H, 2C, G V]
-    values = chunks.v.clone()
-    values[first:].addcmul_(chunks.decay[first:], _split_groups(carried[:, :, :C], G), value=-1)
-    W = chunks.X @ (chunks.beta * values)
-    d = _Gradients(
-        kq=torch.zeros_like(chunks.kq),
-        W=chunks.attention().mT @ d_out,
-        R=torch.empty_like(W),
-        c=W.new_zeros(rows, H, G, C),
-        read=torch.empty_like(carried),
-    )
-    torch.mul(chunks.decay[first:], d_out[first:], out=_split_groups(d.read[:, :, C:], G))
-    dS: Tensor | None = None  # of the states after this step, by rank, as far as they have a gradient
-    for start, n in zip(reversed(starts), reversed(counts), strict=True):
-        row = slice(start, start + n)
+    block: Block,
+    chunks: _Chunks,
+    run: _Replay,
+    d_out: Tensor,
+    d_final: Tensor | None,
+    dS: Tensor | None,
+    d: _Gradients,
+) -> Tensor | None:
+    """Run a block's steps backwards: fill in what flows through the states, return the gradient of those before the block."""
+    C, G, skip = block.size, run.W.shape[2], run.skip
+    torch.mul(chunks.decay[skip:], d_out[skip:], out=_split_groups(d.read[:, :, C:], G))
+    for row, n, _ in reversed(block.walk()):
         if d_final is not None:  # sequences that end here have their final state's gradient
             dS = d_final[:n] if dS is None else torch.cat([dS, d_final[len(dS) : n]])
         if dS is not None:
-            _backward_of_writes(chunks, slice(start, start + len(dS)), dS, W, d)
+            _backward_of_writes(chunks, slice(row.start, row.start + len(dS)), dS, run.W, d)
         torch.matmul(chunks.X[row].mT, d.W[row], out=d.R[row])
-        if start < first:  # the first step read nothing
+        if row.start < skip:  # the first step read nothing
             dS = None
             break
-        read = slice(start - first, start - first + n)
-        torch.mul(d.R[row] * chunks.beta[row], -chunks.decay[row], out=_split_groups(d.read[read, :, :C], G))
-        before = chunks.kq[row].mT @ d.read[read]
+        own = slice(row.start - skip, row.stop - skip)
+        torch.mul(d.R[row] * chunks.beta[row], -chunks.decay[row], out=_split_groups(d.read[own, :, :C], G))
+        before = chunks.kq[row].mT @ d.read[own]
         if dS is not None:
-            after = slice(start, start + len(dS))
-            kept = _last_decay(chunks, after)
-            before[: len(dS)].addcmul_(kept, dS)
-            d.c[after, :, :, -1] += (kept * dS * states[read][: len(dS)]).sum(2).unflatten(-1, (G, V)).sum(-1)
+            after = slice(row.start, row.start + len(dS))
+            kept = (dS.unflatten(-1, (G, -1)) * chunks.kept(after)).flatten(-2)
+            before[: len(dS)].add_(kept)
+            d.c[after, :, :, -1] += (kept * run.states[own][: len(dS)]).sum(2).unflatten(-1, (G, -1)).sum(-1)
         dS = before
-    d.kq[first:] += d.read @ states.mT
-    d.c[first:] += (d.read * carried).unflatten(-1, (G, V)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
-    d_beta = (d.R * values).sum(-1) + _backward_within(chunks, W, d_out, d)
-    return (d.kq, d.R.mul_(chunks.beta), d.c, d_beta), dS
+    d.kq[skip:] += d.read @ run.states.mT
+    d.c[skip:] += (d.read * run.read).unflatten(-1, (G, -1)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    return dS
 
 
 def _backward_of_writes(chunks: _Chunks, row: slice, dS: Tensor, W: Tensor, d: _Gradients) -> None:
@@ -253,40 +333,49 @@ def _backward_within(chunks: _Chunks, W: Tensor, d_out: Tensor, d: _Gradients) -
     return d_beta.sum(-1)
 
 
-def _normaliser(kq: Tensor, scale: float) -> Tensor:
-    """``[rows, H, 2C, 1]``: what l2norm multiplies keys and queries with, queries also with scale."""
-    factor = torch.rsqrt(kq.square().sum(-1, keepdim=True) + 1e-6)
-    factor[:, :, factor.shape[2] // 2 :] *= scale
-    return factor
+def _cut_keys_and_queries(call: _Call, block: Block) -> tuple[Tensor, Tensor | None]:
+    """kq ``[rows, H, 2C, K]`` and what normalised it, ``[rows, H, 2C, 1]``: 1 / norm for keys, scale / norm for queries."""
+    C, (H, _), K = block.size, call.groups, call.q.shape[3]
+    kq = call.g.new_empty(block.rows, H, 2 * C, K)
+    if not call.norm:
+        block.cut(call.k, kq[:, :, :C])
+        block.cut(call.q, kq[:, :, C:]).mul_(call.scale)
+        return kq, None
+    factor = call.g.new_empty(block.rows, H, 2 * C, 1)
+    for x, part, scale in ((call.k, slice(C), 1.0), (call.q, slice(C, None), call.scale)):
+        tokens = block.tokens(x)
+        norm = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True, dtype=kq.dtype)
+        own = block.as_tokens(factor[:, :, part])
+        torch.mul(torch.rsqrt(norm.square_().add_(1e-6)), scale, out=own)
+        torch.mul(tokens, own, out=block.as_tokens(kq[:, :, part]))
+    return kq, factor
 
 
 def _backward_of_cut(chunks: _Chunks, d_kq: Tensor, scale: float) -> Tensor:
     """From the gradient of kq to that of the keys and queries as they came."""
     C = d_kq.shape[2] // 2
-    if chunks.norm is None:
+    if chunks.factor is None:
         d_kq[:, :, C:] *= scale
         return d_kq
     along = (d_kq * chunks.kq).sum(-1, keepdim=True)
     along[:, :, C:] *= scale**-2 if scale else 0.0  # kq holds scale times the unit vector there
-    return torch.addcmul(d_kq, along, chunks.kq, value=-1).mul_(chunks.norm)
+    return torch.addcmul(d_kq, along, chunks.kq, value=-1).mul_(chunks.factor)
 
 
-def _merge_groups(state: Tensor, H: int) -> Tensor:
-    """``[N, HV, K, V]`` to ``[N, H, K, G V]``."""
-    grouped = rearrange(state, "n (h g) k v -> n h k (g v)", h=H)
-    return grouped.contiguous()
+def _merge_heads(states: Tensor, H: int) -> Tensor:
+    """``[n, HV, K, V]`` to a copy ``[n, H, K, G V]``."""
+    merged = rearrange(states, "n (h g) k v -> n h k (g v)", h=H)
+    return merged.clone(memory_format=torch.contiguous_format)
 
 
-def _give_back(state: Tensor | None, HV: int, layout: ChunkLayout) -> Tensor | None:
-    """``[N, H, K, G V]`` by rank to ``[N, HV, K, V]`` in the caller's order."""
-    if state is None:
-        return None
-    return layout.unranked(_split_groups(state, HV // state.shape[1]).flatten(1, 2)).contiguous()
+def _split_heads(states: Tensor, HV: int) -> Tensor:
+    """``[n, H, K, G V]`` to ``[n, HV, K, V]``."""
+    return _split_groups(states, HV // states.shape[1]).flatten(1, 2)
 
 
 def _split_groups(x: Tensor, G: int) -> Tensor:
     """A view of ``[n, H, rows, G V]`` as ``[n, H, G, rows, V]``."""
-    return x.view(*x.shape[:-1], G, x.shape[-1] // G).transpose(2, 3)
+    return x.unflatten(-1, (G, -1)).transpose(2, 3)
 
 
 def _columns(factor: Tensor, x: Tensor) -> Tensor:
@@ -295,11 +384,6 @@ def _columns(factor: Tensor, x: Tensor) -> Tensor:
     out = x.new_empty(n, H, C, G * V)
     torch.mul(factor, x, out=_split_groups(out, G))
     return out
-
-
-def _last_decay(chunks: _Chunks, row: slice) -> Tensor:
-    """e^c_C of these rows, ``[n, H, 1, G V]``: what is kept of the state over a chunk."""
-    return chunks.decay[row, :, :, -1].expand(-1, -1, -1, chunks.v.shape[-1]).flatten(2).unsqueeze(2)
 
 
 def chunked_gated_delta_rule(*arguments: Any) -> tuple[Tensor, Tensor | None]:
