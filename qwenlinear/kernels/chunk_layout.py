@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -84,24 +85,25 @@ class Block:
         Returns:
             ``[steps, n, C, ...]`` of a regular block, ``[rows, C, ...]`` of another.
         """
-        C = self.size
+        C, tail = self.size, x.shape[2:]
         if self.view is None:
             assert self.index is not None
             slots = x[0].index_select(0, self.index.gather).index_fill_(0, self.index.padding, 0)
-            return slots.unflatten(0, (-1, C))
+            return slots.view(-1, C, *tail)
         b0, b1, t0, t1 = self.view
         x = x[b0:b1, t0:t1]
         if not self.whole:  # one step, cut off by the end of the sequences
-            padded = x.new_zeros(1, b1 - b0, C, *x.shape[2:])
+            padded = x.new_zeros(1, b1 - b0, C, *tail)
             padded[0, :, : t1 - t0] = x
             return padded
-        return x.unflatten(1, (-1, C)).transpose(0, 1)
+        return x.view(b1 - b0, -1, C, *tail).transpose(0, 1)
 
     def as_tokens(self, chunks: Tensor) -> Tensor:
         """A view of chunks ``[rows, heads, C, ...]`` in the order of :meth:`tokens`, C before heads."""
         if self.view is None:
             return chunks.transpose(1, 2)
-        return chunks.unflatten(0, (len(self.counts), -1)).transpose(2, 3)
+        steps = len(self.counts)
+        return chunks.view(steps, chunks.shape[0] // steps, *chunks.shape[1:]).transpose(2, 3)
 
     def cut(self, x: Tensor, chunks: Tensor) -> Tensor:
         """Copy tokens ``[B, T, heads, ...]`` into chunks ``[rows, heads, C, ...]``, casting on the way; returns chunks."""
@@ -124,7 +126,7 @@ class Block:
     def steps(self, x: Tensor) -> list[Tensor]:
         """:meth:`tokens` of each step, heads first: ``[n, heads, C, ...]``."""
         tokens = self.tokens(x)
-        by_step = tokens.split(self.counts) if self.view is None else tokens.unbind(0)
+        by_step: tuple[Tensor, ...] = tokens.split(self.counts) if self.view is None else tokens.unbind(0)
         return [step.transpose(1, 2) for step in by_step]
 
 
@@ -205,7 +207,7 @@ class ChunkLayout:
 
     def fold(self, x: Tensor) -> Tensor:
         """Tokens ``[B, T, ...]`` as the blocks see them; a view."""
-        return x if self.shape is None else x[0].unflatten(0, self.shape)
+        return x if self.shape is None else x.view(*self.shape, *x.shape[2:])
 
 
 # The launches of a step over all sequences, counted as floating-point operations of one head out of eight: about 30 us of a
@@ -215,7 +217,7 @@ _STEP_WORK = {"cpu": 800_000, "accelerator": 100_000_000}
 
 def _budget(device: torch.device) -> int:
     """Bytes that a block's temporaries may take: what stays in the caches of a CPU's cores, what fills a GPU."""
-    return torch.get_num_threads() * 1_500_000 if device.type == "cpu" else 512_000_000
+    return max(2, torch.get_num_threads()) * 2_500_000 if device.type == "cpu" else 512_000_000
 
 
 def _cheapest_size(lengths: Mapping[int, int], step_work: int) -> int:
@@ -237,22 +239,23 @@ def _cut_groups(number: int, rows: int, sequences: int) -> Iterator[tuple[int, i
     """Ranges of sequences that advance together, of nearly equal size."""
     groups = -(-number // min(rows, sequences, number))
     bounds = [number * i // groups for i in range(groups + 1)]
-    yield from zip(bounds[:-1], bounds[1:], strict=True)
+    yield from pairwise(bounds)
 
 
 @lru_cache(maxsize=256)
 def _dense_layout(B: int, T: int, C: int, rows: int, sequences: int) -> ChunkLayout:
     groups = []
-    whole = T // C * C
+    rest = T % C
+    whole = T - rest
     for b0, b1 in _cut_groups(B, rows, sequences):
         n = b1 - b0
         stride = max(1, rows // n) * C
         bounds = [*range(0, whole, stride), whole] if whole else [0]
-        if T > whole:
+        if rest:
             bounds.append(T)
         blocks = [
             Block(C, (n,) * -(-(t1 - t0) // C), n if t1 < T else 0, t0 == 0, view=(b0, b1, t0, t1))
-            for t0, t1 in zip(bounds[:-1], bounds[1:], strict=True)
+            for t0, t1 in pairwise(bounds)
         ]
         groups.append(Group(tuple(blocks), n, start=b0))
     return ChunkLayout(C, tuple(groups))
