@@ -216,16 +216,7 @@ class GatedDeltaKernel(ABC):
         Raises:
             UnsupportedCall: listing what is missing and how to get it.
         """
-        missing = list(self.unavailable(device))
-        devices = self.capabilities.devices
-        if (
-            devices is not None
-            and torch.device(device).type not in devices
-            and all(r.code != "device" for r in missing)
-        ):
-            needs = " or ".join(sorted(devices)) or "no device"
-            missing.insert(0, Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"))
-        missing = missing or list(self._load())
+        missing = self._missing(device)
         if missing:
             raise UnsupportedCall(repr(self), missing, f"on {device}")
 
@@ -251,7 +242,7 @@ class GatedDeltaKernel(ABC):
         return ()
 
     def _load(self) -> Iterable[Refusal]:
-        """Import what the kernel runs on, once; asked last, only where nothing else refuses. Why it doesn't import, if so."""
+        """Import what the kernel runs on, once, and say why if that fails; asked last, where nothing else refuses."""
         return ()
 
     def _describe(self, form: Form) -> str:
@@ -262,7 +253,16 @@ class GatedDeltaKernel(ABC):
         """Constructor options worth showing in `repr`."""
         return {}
 
-    # ---- how it runs; composites override these four ---------------------------------------------------------------
+    # ---- how it runs; composites override these --------------------------------------------------------------------
+
+    def _missing(self, device: torch.device | str) -> tuple[Refusal, ...]:
+        """Everything that keeps any call on a device from running: what `unavailable` says, the device, the import."""
+        missing = self.unavailable(device)
+        devices = self.capabilities.devices
+        if devices is not None and torch.device(device).type not in devices:
+            needs = " or ".join(sorted(devices)) or "no device"
+            missing = (Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"), *missing)
+        return missing or tuple(self._load())
 
     def _run(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
         refusals = self._all_refusals(inputs, form)
