@@ -85,9 +85,9 @@ class DeltaRuleInputs:
             raise ValueError(f"g needs {_STATE_DTYPES[q.dtype]} where q is {q.dtype}, got {g.dtype}")
         if not beta.is_floating_point():
             raise ValueError(f"beta needs a floating dtype, got {beta.dtype}")
-        for name, tensor in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
-            if tensor is not None and tensor.device != q.device:
-                raise ValueError(f"{name} needs q's device {q.device}, got {tensor.device}")
+        for name, other in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
+            if other is not None and other.device != q.device:
+                raise ValueError(f"{name} needs q's device {q.device}, got {other.device}")
         for name, flag in (
             ("output_final_state", output_final_state),
             ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -206,7 +206,7 @@ def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...], whose: str) -
 
 def _scale(scale: float | None, K: int) -> float:
     if scale is None:
-        return float(K) ** -0.5
+        return float(K**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale needs a finite number or None for K**-0.5, got {scale!r}")
     return float(scale)

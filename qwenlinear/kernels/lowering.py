@@ -151,4 +151,4 @@ def _transpose_answer(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
 
 
 def _contiguous(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
-    return replace(inputs, **{name: tensor.contiguous() for name, tensor in _tensors(inputs).items()})
+    return replace(inputs, **{name: x.contiguous() for name, x in _tensors(inputs).items()})  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """PackedSequences: the boundaries of packed documents, validated once and kept where nobody can rewrite them.
 
-Libraries below cache what they derive from ``cu_seqlens`` by the tensor's identity, so a tensor that is rewritten in place serves
-stale boundaries. This object therefore owns private copies, on the host and on each device that asked, and hands out nothing mutable.
+Libraries below cache what they derive from ``cu_seqlens`` by the tensor's identity, so a tensor that is rewritten in
+place serves stale boundaries. This object therefore owns private copies, on the host and on each device that asked.
 """
 
 from __future__ import annotations
