@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from qwenlinear.errors import UnsupportedCall
-from qwenlinear.kernels import GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
+from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
 from qwenlinear.layers import (
     GatedDeltaNet,
     GatedDeltaNetCache,
@@ -520,8 +520,13 @@ def test_explain(make_layer, recording_kernel) -> None:
 
 
 def test_the_default_kernel_is_automatic(layer_class, config) -> None:
-    auto = pytest.importorskip("qwenlinear.kernels.auto")
-    assert isinstance(layer_class(config).kernel, auto.AutoKernel)
+    layer = layer_class(config)
+    assert isinstance(layer.kernel, AutoKernel)
+    assert layer(rand(1, 3, 32, dtype=torch.float32)).shape == (1, 3, 32)
+    assert "kernel=AutoKernel([FlashQLAKernel(" in repr(layer)
+    text = layer.explain(rand(1, 3, 32, dtype=torch.float32))
+    assert "goes to TorchKernel()" in text
+    assert "FLAKernel()" in text
 
 
 def test_the_shared_layer_is_abstract(config) -> None:
