@@ -113,13 +113,12 @@ class ChunkedGatedDeltaRule(torch.autograd.Function):
             if d_out is not None:
                 layout.cut(d_out, d_chunk.flatten(1, 2))
             d_final = None if d_final is None else _merge_groups(layout.ranked(d_final), q.shape[2])
-            (d_kq, d_v, d_c, d_b), dS = _scan_backward(chunks, states, d_chunk, d_final, state is not None, layout)
+            (d_kq, d_v, d_g, d_b), dS = _scan_backward(chunks, states, d_chunk, d_final, state is not None, layout)
             d_kq = _backward_of_cut(chunks, d_kq, scale)
             d_k, d_q = (layout.join(x, q) for x in d_kq.chunk(2, dim=2))
             d_v = layout.join(d_v.flatten(1, 2), v)
             d_beta = layout.join(d_b.flatten(1, 2), beta)
-            d_logs = layout.join(d_c.flip(-1).cumsum(-1).flip(-1).flatten(1, 2), g)
-            d_g = d_logs.masked_fill_(g < _LOG_ZERO, 0)
+            d_g = layout.join(d_g.flatten(1, 2), g).masked_fill_(g < _LOG_ZERO, 0)
             d_state = _give_back(dS, v.shape[2], layout) if ctx.needs_input_grad[5] else None
         return d_q, d_k, d_v, d_g, d_beta, d_state, None, None, None, None
 
@@ -172,14 +171,17 @@ class _Gradients:
     kq: Tensor  # [rows, H, 2C, K]
     W: Tensor  # [rows, H, G, C, V]
     R: Tensor  # [rows, H, G, C, V], of beta (v - e^c (k S))
-    c: Tensor  # [rows, H, G, C]
+    g: Tensor  # [rows, H, G, C]
     read: Tensor  # [rows - first, H, 2C, G V], of what keys (above) and queries (below) read from the state
 
 
 def _scan_backward(
     chunks: _Chunks, states: Tensor, d_out: Tensor, d_final: Tensor | None, from_state: bool, layout: ChunkLayout
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Gradients of kq, v, c and beta by chunk, and of the initial states by rank.
+    """Gradients of kq, v, g and beta by chunk, and of the initial states by rank.
+
+    The gradient of a decay is summed from exactly the terms that hold it, never as a difference of larger sums: behind strong
+    decays it is many orders smaller than they are.
 
     ``states`` are the incoming states of the rows from ``first`` on: of all rows where the call had a state, of those after
     step 0 where it started from zeros.
@@ -195,7 +197,7 @@ def _scan_backward(
         kq=torch.zeros_like(chunks.kq),
         W=chunks.attention().mT @ d_out,
         R=torch.empty_like(W),
-        c=W.new_zeros(rows, H, G, C),
+        g=W.new_zeros(rows, H, G, C),
         read=torch.empty_like(carried),
     )
     torch.mul(chunks.decay[first:], d_out[first:], out=_split_groups(d.read[:, :, C:], G))
@@ -217,36 +219,36 @@ def _scan_backward(
             after = slice(start, start + len(dS))
             kept = _last_decay(chunks, after)
             before[: len(dS)].addcmul_(kept, dS)
-            d.c[after, :, :, -1] += (kept * dS * states[read][: len(dS)]).sum(2).unflatten(-1, (G, V)).sum(-1)
+            d.g[after] += (kept * dS * states[read][: len(dS)]).sum(2).unflatten(-1, (G, V)).sum(-1).unsqueeze(-1)
         dS = before
     d.kq[first:] += d.read @ states.mT
-    d.c[first:] += (d.read * carried).unflatten(-1, (G, V)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    d_log = (d.read * carried).unflatten(-1, (G, V)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    d.g[first:] += d_log.flip(-1).cumsum(-1).flip(-1)  # e^c_i holds the decays of all tokens up to i
     d_beta = (d.R * values).sum(-1) + _backward_within(chunks, W, d_out, d)
-    return (d.kq, d.R.mul_(chunks.beta), d.c, d_beta), dS
+    return (d.kq, d.R.mul_(chunks.beta), d.g, d_beta), dS
 
 
 def _backward_of_writes(chunks: _Chunks, row: slice, dS: Tensor, W: Tensor, d: _Gradients) -> None:
-    """From the gradient of S' = e^c_C S + k^T (e^(c_C - c) W) to k, W and c."""
+    """From the gradient of S' = e^c_C S + k^T (e^(c_C - c) W) to k, W and, through the second decay, g."""
     C, G = W.shape[-2], W.shape[2]
     keys, tail = chunks.kq[row, :, :C], chunks.tail[row]
     d_W = tail * _split_groups(keys @ dS, G)
     d.W[row] += d_W
     d.kq[row, :, :C] += _columns(tail, W[row]) @ dS.mT
     d_log = (d_W * W[row]).sum(-1)
-    d.c[row] -= d_log
-    d.c[row, :, :, -1] += d_log.sum(-1)
+    d.g[row, :, :, 1:] += d_log[..., :-1].cumsum(-1)  # e^(c_C - c_j) holds the decays of all tokens behind j
 
 
 def _backward_within(chunks: _Chunks, W: Tensor, d_out: Tensor, d: _Gradients) -> Tensor:
-    """From the gradients of o and R, through the C x C matrices of a chunk, to kq and c; returns the share of beta."""
+    """From the gradients of o and R, through the C x C matrices of a chunk, to kq and g; returns the share of beta."""
     C = W.shape[-2]
     keys_keys, queries_keys = chunks.kqk[..., :C, :], chunks.kqk[..., C:, :]
     d_queries = (d_out @ W.mT).mul_(chunks.D)
     d_A = (d.R @ W.mT).neg_().mul_(chunks.D).tril_(-1)
     d_beta = d_A * keys_keys
-    d_log = torch.addcmul(d_queries * queries_keys, d_beta, chunks.beta)
-    d.c += d_log.sum(-1)
-    d.c -= d_log.sum(-2)
+    d_log = torch.addcmul(d_queries * queries_keys, d_beta, chunks.beta)  # of log D; its diagonal is constant
+    behind = torch.ones(C, C, dtype=W.dtype, device=W.device).triu_(1)
+    d.g += (d_log @ behind).tril_().sum(-2)  # D[i, j] holds the decays of the tokens in (j, i]
     d_kqk = torch.cat([(d_A * chunks.beta).sum(2), d_queries.sum(2)], dim=2)  # [rows, H, 2C, C]
     d.kq += d_kqk @ chunks.kq[:, :, :C]
     d.kq[:, :, :C] += d_kqk.mT @ chunks.kq
