@@ -163,10 +163,8 @@ class MemoryMonitor:
                 figures.append(f"driver has {_gib(free)} of {_gib(total)} free")
                 figures.append(f"PyTorch holds {_gib(torch.cuda.memory_reserved(device))}")
                 figures.append(f"of which {_gib(torch.cuda.memory_allocated(device))} are allocated")
-            elif self.policy.probe is not None:
-                figures.append(f"{_gib(self.policy.probe(device))} free now")
-            else:
-                figures.append("no device memory is involved")
+            elif self.last_free is None:
+                figures.append("no figure was read")
         except Exception as error:  # after a device fault even the driver's figures may be out of reach
             figures.append(f"the device can't be asked ({error})")
         return f"memory of {device}: " + ", ".join(figures)
