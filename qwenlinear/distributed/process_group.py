@@ -350,9 +350,8 @@ class GuardedProcessGroup(ProcessGroup):
         return self._desc
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The inner backend's name, for C++."""
-        name: str = self._inner.name()
-        return name
+        """Not the inner backend's name, for C++: DDP would then look for that backend in the guard itself."""
+        return registration.BACKEND
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -457,10 +456,23 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return torch.device("cpu")
 
 
+def _hide_from_compiler(function: Callable[..., Any]) -> None:
+    """Keep TorchDynamo from compiling a frame and what it calls; DDP's C++ calls us while its hook is active.
+
+    ``torch.compiler.disable`` does it too, but imports the compiler and costs more per call than all of the guard.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and don't inline it
+
+
 def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
     def call(self: GuardedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return self._run(method, collective, args, kwargs)
 
+    _hide_from_compiler(call)
     return call
 
 
