@@ -1,6 +1,42 @@
-"""qwenlinear: Gated DeltaNet layers of Qwen3-Next and Qwen3.5 with an injected kernel."""
+"""qwenlinear: Gated DeltaNet layers of Qwen3-Next and Qwen3.5 with an injected kernel.
+
+    layer = Qwen3_5GatedDeltaNet(config, kernel=FLAKernel())
+    y = layer(hidden_states, cu_seqlens=PackedSequences.from_lengths([5, 7]))
+"""
 
 from qwenlinear.errors import Refusal, UnsupportedCall
-from qwenlinear.kernels import GatedDeltaKernel, PackedSequences, TorchKernel
+from qwenlinear.kernels import (
+    AutoKernel,
+    FLAKernel,
+    FlashQLAKernel,
+    GatedDeltaKernel,
+    PackedSequences,
+    TorchKernel,
+    kernel_from_name,
+)
+from qwenlinear.layers import (
+    GatedDeltaNet,
+    GatedDeltaNetBlock,
+    GatedDeltaNetCache,
+    GatedDeltaNetConfig,
+    Qwen3_5GatedDeltaNet,
+    Qwen3NextGatedDeltaNet,
+)
 
-__all__ = ["GatedDeltaKernel", "PackedSequences", "Refusal", "TorchKernel", "UnsupportedCall"]
+__all__ = [
+    "AutoKernel",
+    "FLAKernel",
+    "FlashQLAKernel",
+    "GatedDeltaKernel",
+    "GatedDeltaNet",
+    "GatedDeltaNetBlock",
+    "GatedDeltaNetCache",
+    "GatedDeltaNetConfig",
+    "PackedSequences",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Refusal",
+    "TorchKernel",
+    "UnsupportedCall",
+    "kernel_from_name",
+]

@@ -18,6 +18,7 @@ class Refusal:
         needs: what the kernel needs, in words.
         got: what the call or the machine has, in words.
         remedy: what to do about it, as an instruction.
+        kernel: which kernel refuses, as its ``repr``, where several were asked; default empty.
 
     Example:
         >>> print(Refusal("dtype", "bfloat16 or float16", "float32", "cast q, k and v"))
@@ -28,9 +29,11 @@ class Refusal:
     needs: str
     got: str
     remedy: str
+    kernel: str = ""
 
     def __str__(self) -> str:
-        return f"[{self.code}] needs {self.needs}; got {self.got}; {self.remedy}"
+        whose = f"{self.kernel}: " if self.kernel else ""
+        return f"{whose}[{self.code}] needs {self.needs}; got {self.got}; {self.remedy}"
 
 
 class UnsupportedCall(RuntimeError):

@@ -22,3 +22,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # many small operations: threads would only wait for each other

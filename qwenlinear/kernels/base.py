@@ -144,6 +144,8 @@ class GatedDeltaKernel(ABC):
     ) -> tuple[Refusal, ...]:
         """Why this call would not run; never launches, never synchronises, never looks at values.
 
+        A kernel's package is imported, once, where nothing else refuses: only that tells whether it imports.
+
         Args: those of the call itself, and ``form``: ``"chunk"`` (default) or ``"step"``.
 
         Returns:
@@ -214,15 +216,7 @@ class GatedDeltaKernel(ABC):
         Raises:
             UnsupportedCall: listing what is missing and how to get it.
         """
-        missing = list(self.unavailable(device))
-        devices = self.capabilities.devices
-        if (
-            devices is not None
-            and torch.device(device).type not in devices
-            and all(r.code != "device" for r in missing)
-        ):
-            needs = " or ".join(sorted(devices)) or "no device"
-            missing.insert(0, Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"))
+        missing = self._missing(device)
         if missing:
             raise UnsupportedCall(repr(self), missing, f"on {device}")
 
@@ -247,16 +241,36 @@ class GatedDeltaKernel(ABC):
         """What a machine lacks: hardware first, packages second, nothing imported."""
         return ()
 
+    def _load(self) -> Iterable[Refusal]:
+        """Import what the kernel runs on, once, and say why if that fails; asked last, where nothing else refuses."""
+        return ()
+
+    def _describe(self, form: Form) -> str:
+        """What runs, in words, for `explain`."""
+        return ""
+
     def _options(self) -> dict[str, object]:
         """Constructor options worth showing in `repr`."""
         return {}
 
-    # ---- how it runs; composites override these three --------------------------------------------------------------
+    # ---- how it runs; composites override these --------------------------------------------------------------------
+
+    def _missing(self, device: torch.device | str) -> tuple[Refusal, ...]:
+        """Everything that keeps any call on a device from running: what `unavailable` says, the device, the import."""
+        missing = self.unavailable(device)
+        devices = self.capabilities.devices
+        if devices is not None and torch.device(device).type not in devices:
+            needs = " or ".join(sorted(devices)) or "no device"
+            missing = (Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"), *missing)
+        return missing or tuple(self._load())
 
     def _run(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
         refusals = self._all_refusals(inputs, form)
         if refusals:
             raise UnsupportedCall(repr(self), refusals, f"{form}: {inputs.describe()}")
+        return self._execute(inputs, form)
+
+    def _execute(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
         undo = []
         for lowering in plan(inputs, self.capabilities):
             lowered = lowering.before(inputs)
@@ -273,18 +287,20 @@ class GatedDeltaKernel(ABC):
         return answer if inputs.output_final_state else (answer[0], None)
 
     def _all_refusals(self, inputs: DeltaRuleInputs, form: Form) -> tuple[Refusal, ...]:
-        return (
+        refusals = (
             *self.unavailable(inputs.q.device),
             *self.capabilities.refusals(inputs, form),
             *self._refusals(inputs, form),
         )
+        return refusals or tuple(self._load())
 
     def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
         refusals = self._all_refusals(inputs, form)
         if refusals:
             return [f"  {form}: refused", *(f"    - {refusal}" for refusal in refusals)]
         lowerings = [f"    - {lowering.text}" for lowering in plan(inputs, self.capabilities)]
-        return [f"  {form}: runs" + (", lowered:" if lowerings else ""), *lowerings]
+        how = self._describe(form)
+        return [f"  {form}: runs" + (f" {how}" if how else "") + (", lowered:" if lowerings else ""), *lowerings]
 
 
 def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:

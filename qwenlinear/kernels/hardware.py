@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from typing import cast
 
 import torch
 from packaging.version import InvalidVersion, Version
+
+from qwenlinear.errors import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +29,7 @@ class Hardware:
         cuda: version of CUDA that PyTorch was built with; None without CUDA.
         hip: version of ROCm that PyTorch was built with; None without ROCm.
         torch: version of PyTorch.
+        nvcc: whether a CUDA compiler is found where TileLang looks for one.
         packages: installed versions by distribution name; None asks the running environment.
 
     Example:
@@ -38,6 +46,7 @@ class Hardware:
     cuda: Version | None = None
     hip: Version | None = None
     torch: Version = field(default_factory=lambda: Version(torch.__version__))
+    nvcc: bool = False
     packages: Mapping[str, str] | None = None
 
     def package(self, *distributions: str) -> Version | None:
@@ -120,7 +129,38 @@ def probe(device: torch.device) -> Hardware:
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
         capability = None if hip else torch.cuda.get_device_capability(device)
-    return Hardware(device_type=device.type, name=name, capability=capability, cuda=cuda, hip=hip)
+    nvcc = capability is not None and _has_nvcc()
+    return Hardware(device_type=device.type, name=name, capability=capability, cuda=cuda, hip=hip, nvcc=nvcc)
+
+
+def import_function(module: str, name: str, distribution: str) -> Callable[..., object] | Refusal:
+    """Import a function of an installed package; a package that fails to import refuses with its own words.
+
+    Args:
+        module: to import.
+        name: of the function in it.
+        distribution: what to reinstall, for the remedy.
+
+    Returns:
+        The function, or the refusal (code ``"import"``).
+    """
+    try:
+        return cast(Callable[..., object], getattr(importlib.import_module(module), name))
+    except Exception as error:  # flash_qla raises ValueError, a broken driver RuntimeError or OSError
+        remedy = f"mend the installation, for example pip install --force-reinstall {distribution}"
+        return Refusal("import", f"{module}.{name} to import", f"{type(error).__name__}: {error}", remedy)
+
+
+def _has_nvcc() -> bool:
+    """Whether nvcc is where TileLang (`tilelang.env`) and FLA (`fla.utils.env`) look for it."""
+    homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes):
+        return True
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return any(file.name in ("nvcc", "nvcc.exe") for file in files)
 
 
 @lru_cache(maxsize=64)

@@ -64,9 +64,8 @@ def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[
         yield Lowering(f"q and k are repeated {inputs.HV // inputs.H} times to HV={inputs.HV} heads", _repeat_heads)
     if capabilities.state_layout == "vk" and (inputs.initial_state is not None or inputs.output_final_state):
         yield Lowering("states are transposed to [N, HV, V, K] and back", _transpose_state, _transpose_answer)
-    if not capabilities.strided and not all(tensor.is_contiguous() for tensor in _tensors(inputs).values()):
-        names = ", ".join(name for name, tensor in _tensors(inputs).items() if not tensor.is_contiguous())
-        yield Lowering(f"strided {names} copied to contiguous memory", _contiguous)
+    if not capabilities.strided and (names := strided_names(inputs)):
+        yield Lowering(f"strided {', '.join(names)} copied to contiguous memory", _contiguous)
 
 
 def run_without_tokens(inputs: DeltaRuleInputs) -> Answer:
@@ -81,6 +80,18 @@ def run_without_tokens(inputs: DeltaRuleInputs) -> Answer:
     o = torch.zeros_like(inputs.v) + 0 * inputs.v  # keeps v's graph, so that backward() works on an empty batch
     final = inputs.state_or_zeros().clone() if inputs.output_final_state else None
     return o, final
+
+
+def strided_names(inputs: DeltaRuleInputs) -> list[str]:
+    """The names of the arguments whose memory is not contiguous.
+
+    Args:
+        inputs: the validated call.
+
+    Returns:
+        Names, in the order of the arguments.
+    """
+    return [name for name, tensor in _tensors(inputs).items() if not tensor.is_contiguous()]
 
 
 def _tensors(inputs: DeltaRuleInputs) -> dict[str, Tensor]:

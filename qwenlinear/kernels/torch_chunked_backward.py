@@ -54,8 +54,7 @@ class _Gradients:
     kq: Tensor  # [rows, H, 2C, K]
     W: Tensor  # [rows, H, G, C, V]
     R: Tensor  # [rows, H, G, C, V], of beta (v - e^c (k S))
-    c: Tensor  # [rows, H, G, C]
-    g: Tensor  # [rows, H, G, C], besides what comes through c
+    g: Tensor  # [rows, H, G, C]
     read: Tensor  # [rows - skip, H, 2C, G V], of what keys (above) and queries (below) read from the state
 
 
@@ -71,7 +70,8 @@ def backward_block(
     """Write the gradients of a block's tokens.
 
     ``S`` are the states before the block, ``d_final`` the gradients of the group's final states, ``dS`` those of the states after
-    the block as far as they have any. Returns the gradients of S.
+    the block as far as they have any. Returns the gradients of S. The gradient of a decay is summed from exactly the terms that
+    hold it, never as a difference of larger sums: behind strong decays it is many orders smaller than they are.
     """
     chunks = Chunks.cut(call, block)
     run = _replay(call, block, chunks, S)
@@ -82,15 +82,13 @@ def backward_block(
         kq=torch.zeros_like(chunks.kq),
         W=chunks.attention().mT @ d_chunk,
         R=torch.empty_like(run.W),
-        c=torch.zeros_like(chunks.beta).squeeze(-1),
         g=torch.zeros_like(chunks.beta).squeeze(-1),
         read=torch.empty_like(run.read),
     )
     dS = _scan_backward(block, chunks, run, d_chunk, d_final, dS, d)
     d_beta = (d.R * run.values).sum(-1) + _backward_within(chunks, run.W, d_chunk, d)
     d_keys, d_queries = _backward_of_cut(chunks, d.kq, call.scale).chunk(2, dim=2)
-    d_g = d.g + d.c.flip(-1).cumsum(-1).flip(-1)
-    parts = (d_queries, d_keys, *(x.flatten(1, 2) for x in (d.R.mul_(chunks.beta), d_g, d_beta)))
+    parts = (d_queries, d_keys, *(x.flatten(1, 2) for x in (d.R.mul_(chunks.beta), d.g, d_beta)))
     for part, whole in zip(parts, grads, strict=True):
         block.join(part, whole)
     return dS
@@ -124,10 +122,11 @@ def _scan_backward(
             after = slice(row.start, row.start + len(dS))
             kept = (dS.unflatten(-1, (G, -1)) * chunks.decay[after, :, :, -1].unsqueeze(2)).flatten(-2)
             before[: len(dS)].add_(kept)
-            d.c[after, :, :, -1] += (kept * run.states[own][: len(dS)]).sum(2).unflatten(-1, (G, -1)).sum(-1)
+            d.g[after] += (kept * run.states[own][: len(dS)]).sum(2).unflatten(-1, (G, -1)).sum(-1, keepdim=True)
         dS = before
     d.kq[skip:] += d.read @ run.states.mT
-    d.c[skip:] += (d.read * run.read).unflatten(-1, (G, -1)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    d_log = (d.read * run.read).unflatten(-1, (G, -1)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    d.g[skip:] += d_log.flip(-1).cumsum(-1).flip(-1)  # e^c_i holds the decays of all tokens up to i
     return dS
 
 
@@ -138,20 +137,20 @@ def _backward_of_writes(chunks: Chunks, row: slice, dS: Tensor, W: Tensor, d: _G
     d_W = tail * split_groups(keys @ dS, (len(dS), H, G))
     d.W[row] += d_W
     d.kq[row, :, :C] += columns(tail, W[row]).unflatten(0, (-1, H)) @ dS.mT
-    d_log = (d_W * W[row]).sum(-1)  # of c_C - c_i, the sum of g behind token i
-    d.g[row, :, :, 1:] += d_log.cumsum(-1)[..., :-1]
+    d_log = (d_W * W[row]).sum(-1)
+    d.g[row, :, :, 1:] += d_log[..., :-1].cumsum(-1)  # e^(c_C - c_j) holds the decays of all tokens behind j
 
 
 def _backward_within(chunks: Chunks, W: Tensor, d_out: Tensor, d: _Gradients) -> Tensor:
-    """From the gradients of o and R, through the C x C matrices of a chunk, to kq and c; returns the share of beta."""
+    """From the gradients of o and R, through the C x C matrices of a chunk, to kq and g; returns the share of beta."""
     C = W.shape[-2]
     keys_keys, queries_keys = chunks.kqk[..., :C, :], chunks.kqk[..., C:, :]
     d_queries = (d_out @ W.mT).mul_(chunks.D)
     d_A = (d.R @ W.mT).neg_().mul_(chunks.D).tril_(-1)
     d_beta = d_A * keys_keys
-    d_log = torch.addcmul(d_queries * queries_keys, d_beta, chunks.beta).tril_(-1)  # D is 1 on the diagonal whatever c is
-    d.c += d_log.sum(-1)
-    d.c -= d_log.sum(-2)
+    d_log = torch.addcmul(d_queries * queries_keys, d_beta, chunks.beta)  # of log D; its diagonal is constant
+    behind = torch.ones(C, C, dtype=W.dtype, device=W.device).triu_(1)
+    d.g += (d_log @ behind).tril_().sum(-2)  # D[i, j] holds the decays of the tokens in (j, i]
     d_kqk = torch.cat([(d_A * chunks.beta).sum(2), d_queries.sum(2)], dim=2)  # [rows, H, 2C, C]
     d.kq += d_kqk @ chunks.kq[:, :, :C]
     d.kq[:, :, :C] += d_kqk.mT @ chunks.kq

@@ -1,0 +1,122 @@
+"""GatedDeltaNetBlock: a decoder layer around a GDN layer, as Qwen3.5 has it."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+
+from torch import Tensor, nn
+
+from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
+from qwenlinear.layers.cache import GatedDeltaNetCache
+from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig, read_field
+from qwenlinear.layers.gated_delta_net import Qwen3_5GatedDeltaNet
+from qwenlinear.layers.gated_norm import ZeroCenteredRMSNorm
+from qwenlinear.layers.padding import real_tokens
+
+
+class GatedDeltaNetBlock(nn.Module):
+    """Zero-centred RMS norm, GDN layer, residual; zero-centred RMS norm, SwiGLU, residual.
+
+    Parameters carry the names of Transformers' ``Qwen3_5DecoderLayer`` with linear attention.
+
+    Args:
+        config: as :class:`GatedDeltaNet` takes it.
+        kernel: what computes the recurrence; default None for ``AutoKernel()``.
+        intermediate_size: width of the MLP; default None for the config's own where it has one, else three times
+            ``hidden_size``, Qwen3.5's ratio.
+
+    Raises:
+        ValueError: a config, kernel or size that is none.
+
+    Example:
+        >>> import torch
+        >>> heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        >>> block = GatedDeltaNetBlock(GatedDeltaNetConfig(hidden_size=32, **heads), intermediate_size=64)
+        >>> block(torch.randn(2, 6, 32)).shape
+        torch.Size([2, 6, 32])
+    """
+
+    def __init__(
+        self, config: object, kernel: GatedDeltaKernel | None = None, *, intermediate_size: int | None = None
+    ) -> None:
+        super().__init__()
+        sizes = GatedDeltaNetConfig.from_config(config)
+        width = intermediate_size if intermediate_size is not None else _intermediate_size(config, sizes)
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"intermediate_size needs a whole number >= 1, got {width!r}")
+        self.linear_attn = Qwen3_5GatedDeltaNet(sizes, kernel)
+        self.mlp = SwiGLU(sizes.hidden_size, width, sizes.hidden_act)
+        self.input_layernorm = ZeroCenteredRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.post_attention_layernorm = ZeroCenteredRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+
+    def reset_parameters(self) -> None:
+        """Redraw every parameter."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+        cache: GatedDeltaNetCache | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """One decoder layer.
+
+        Args: those of :meth:`GatedDeltaNet.forward`.
+
+        Returns:
+            ``[B, T, hidden_size]``, zero where ``attention_mask`` is.
+
+        Raises:
+            ValueError: an argument that does not fit.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+        """
+        if attention_mask is not None:  # norms and MLP go row by row, but their weights' gradients sum over the padding
+            real = real_tokens(attention_mask, hidden_states)
+            hidden_states = hidden_states.masked_fill(~real[..., None], 0.0)
+        mixed = self.linear_attn(self.input_layernorm(hidden_states), cu_seqlens, cache, attention_mask)
+        hidden_states = hidden_states + mixed
+        y: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return y
+
+
+class SwiGLU(nn.Module):
+    """``down_proj(act(gate_proj(x)) * up_proj(x))``, Transformers' ``Qwen3_5MLP``.
+
+    Args:
+        size: width in and out.
+        intermediate_size: width between.
+        hidden_act: a key of ``ACTIVATIONS``.
+
+    Example:
+        >>> import torch
+        >>> SwiGLU(8, 16)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__()
+        self.hidden_act = hidden_act
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Redraw the weights as ``nn.Linear`` does."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to each token: ``[..., size]`` to ``[..., size]``."""
+        y: Tensor = self.down_proj(ACTIVATIONS[self.hidden_act](self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+    def extra_repr(self) -> str:
+        return f"hidden_act={self.hidden_act!r}"
+
+
+def _intermediate_size(config: object, sizes: GatedDeltaNetConfig) -> object:
+    nested = read_field(config, "text_config")
+    width = read_field(config if nested in (MISSING, None) else nested, "intermediate_size")
+    return 3 * sizes.hidden_size if width is MISSING else width

@@ -1,0 +1,85 @@
+"""GatedDeltaNetCache: what one layer remembers of N sequences between calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class GatedDeltaNetCache:
+    """State of one layer: the last columns of the convolution's input, and the recurrent state. Rows are sequences.
+
+    Hand a fresh one to the first call and the same one to each later call. After N packed documents the next call is N
+    packed documents or a batch of N. A call that raises leaves it unchanged. The graph is kept when gradients are on:
+    call :meth:`detach` between steps of truncated back-propagation.
+
+    Attributes:
+        conv_state: ``[N, 2*key_dim+value_dim, W-1]`` in the activations' dtype, oldest column first; None before the
+            first call. Columns before a sequence's first token are zero.
+        recurrent_state: ``[N, HV, K, V]`` float32 (float64 in a float64 layer); None before the first call.
+
+    Example:
+        >>> cache = GatedDeltaNetCache()
+        >>> cache
+        GatedDeltaNetCache(empty)
+    """
+
+    conv_state: Tensor | None
+    recurrent_state: Tensor | None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    @property
+    def num_sequences(self) -> int | None:
+        """N, or None before the first call."""
+        return None if self.recurrent_state is None else self.recurrent_state.shape[0]
+
+    def reset(self) -> None:
+        """Forget everything: the next call starts its sequences."""
+        self.conv_state = None
+        self.recurrent_state = None
+
+    def reorder(self, index: Tensor) -> None:
+        """Keep, drop or repeat sequences, as beam search does: row i becomes what row ``index[i]`` was.
+
+        Args:
+            index: ``[M]`` int32 or int64, on the cache's device. Before the first call there is nothing to reorder.
+
+        Raises:
+            ValueError: another shape or dtype.
+            IndexError: a row that is not there (on a GPU reported by the device).
+        """
+        if (
+            not isinstance(index, Tensor)
+            or index.dim() != 1
+            or index.dtype.is_floating_point
+            or index.dtype.itemsize < 4
+        ):
+            got = f"{list(index.shape)} {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
+            raise ValueError(f"index needs a one-dimensional int32 or int64 tensor, got {got}")
+        if self.conv_state is not None and self.recurrent_state is not None:
+            conv_state = self.conv_state.index_select(0, index)
+            recurrent_state = self.recurrent_state.index_select(0, index)
+            self.conv_state, self.recurrent_state = conv_state, recurrent_state
+
+    def copy(self) -> GatedDeltaNetCache:
+        """An independent cache with the same states, for instance to branch a generation.
+
+        Returns:
+            A cache whose tensors are clones; the graph is kept.
+        """
+        other = GatedDeltaNetCache()
+        other.conv_state = None if self.conv_state is None else self.conv_state.clone()
+        other.recurrent_state = None if self.recurrent_state is None else self.recurrent_state.clone()
+        return other
+
+    def detach(self) -> None:
+        """Cut the graph: later gradients stop here."""
+        if self.conv_state is not None and self.recurrent_state is not None:
+            self.conv_state, self.recurrent_state = self.conv_state.detach(), self.recurrent_state.detach()
+
+    def __repr__(self) -> str:
+        if self.conv_state is None or self.recurrent_state is None:
+            return "GatedDeltaNetCache(empty)"
+        conv, recurrent = list(self.conv_state.shape), list(self.recurrent_state.shape)
+        return f"GatedDeltaNetCache(N={self.num_sequences}, conv_state={conv}, recurrent_state={recurrent})"

@@ -1,0 +1,340 @@
+"""GatedDeltaNet: the layer of Qwen3-Next and Qwen3.5, with the kernel of its recurrence injected.
+
+Parameters carry Transformers' names, shapes and order, so a checkpoint loads by name. The two models differ in how the
+input projections are laid out, which is all that the two subclasses say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, PackedSequences
+from qwenlinear.layers.cache import GatedDeltaNetCache
+from qwenlinear.layers.call import LayerCall, autocast_enabled, state_dtype
+from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.gate import log_decay
+from qwenlinear.layers.gated_norm import GatedRMSNorm
+from qwenlinear.layers.short_conv import ShortConvolution
+
+
+class GatedDeltaNet(nn.Module, ABC):
+    """A Gated DeltaNet layer (Yang et al., "Gated Delta Networks", arXiv:2412.06464), abstract in its projections.
+
+    project -> short convolution over q, k, v -> gated delta rule -> gated RMS norm -> project.
+
+    ``A_log`` and ``dt_bias`` stay float32 (or float64) through every cast, so ``layer.to(torch.bfloat16)`` is safe.
+    Nothing but :meth:`reset_parameters` initialises, so loading is never undone.
+
+    Args:
+        config: a :class:`GatedDeltaNetConfig`, a Transformers config (nested ``text_config`` too), or a mapping of one.
+        kernel: what computes the recurrence; default None for ``AutoKernel()``.
+
+    Raises:
+        ValueError: a config or a kernel that is none.
+    """
+
+    conv1d: ShortConvolution
+    norm: GatedRMSNorm
+    out_proj: nn.Linear
+
+    def __init__(self, config: object, kernel: GatedDeltaKernel | None = None) -> None:
+        super().__init__()
+        if kernel is not None and not isinstance(kernel, GatedDeltaKernel):
+            raise ValueError(
+                f"kernel needs a GatedDeltaKernel or None, got {kernel!r}; kernel_from_name makes one from a name"
+            )
+        self.config = GatedDeltaNetConfig.from_config(config)
+        self.kernel = kernel if kernel is not None else AutoKernel()
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        HV = self.config.linear_num_value_heads
+        self.dt_bias = nn.Parameter(torch.empty(HV, dtype=wide))
+        self.A_log = nn.Parameter(torch.empty(HV, dtype=wide))
+        self._add_modules()
+        self._reset_gate()
+
+    # ---- what a layout says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _add_modules(self) -> None:
+        """Add the submodules in Transformers' order: `_add_convolution`, `_add_output`, and the input projections."""
+
+    @abstractmethod
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v side by side ``[B, T, conv_dim]``, z ``[B, T, HV, V]``, b and a ``[B, T, HV]``."""
+
+    def _add_convolution(self) -> None:
+        c = self.config
+        self.conv1d = ShortConvolution(c.conv_dim, c.linear_conv_kernel_dim, c.hidden_act)
+
+    def _add_output(self) -> None:
+        c = self.config
+        self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
+        self.out_proj = nn.Linear(c.value_dim, c.hidden_size, bias=False)
+
+    def _add_projection(self, name: str, rows: int) -> None:
+        self.add_module(name, nn.Linear(self.config.hidden_size, rows, bias=False))
+
+    # ---- run -------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+        cache: GatedDeltaNetCache | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the tokens of each sequence, causally.
+
+        Args:
+            hidden_states: ``[B, T, hidden_size]`` in the weights' dtype (any under autocast); T may be 0.
+            cu_seqlens: ``[N+1]`` int32 or int64 boundaries of packed documents, or a :class:`PackedSequences` (B must
+                be 1); default None. A tensor on a GPU costs one synchronisation a call.
+            cache: goes on from its states and leaves the new ones there; default None for sequences that start and end
+                here. One token without gradients runs the kernel's recurrent form where it declares one.
+            attention_mask: ``[B, T or longer]`` any dtype, nonzero for real tokens, the last T columns count; default
+                None. Padding may lie at the left, the right, or fill a row; its output is zero. Not with ``cu_seqlens``.
+
+        Returns:
+            ``[B, T, hidden_size]``.
+
+        Raises:
+            ValueError: an argument that does not fit; ``attention_mask`` together with ``cu_seqlens``.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+        """
+        call = self._prepare(hidden_states, cu_seqlens, cache, attention_mask)
+        padding, cached = call.padding, cache is not None
+        if padding is not None:
+            hidden_states = padding.align(hidden_states)
+        mixed, z, b, a = self._project(hidden_states)
+        with _without_autocast(hidden_states.device):
+            mixed, conv_state = self.conv1d(
+                mixed,
+                initial_state=call.conv_state,
+                output_final_state=cached,
+                cu_seqlens=call.packed,
+                lengths=None if padding is None else padding.lengths,
+            )
+            q, k, v = self._split(mixed)
+            g, beta = log_decay(a, self.A_log, self.dt_bias).to(state_dtype(q.dtype)), b.sigmoid()
+            if padding is not None:
+                g, beta = padding.fill(g), padding.fill(beta)  # neither decays the state nor writes to it
+            step = self._form(call, q, k, v, g, beta) == "step"
+            o, recurrent_state = (self.kernel.step if step else self.kernel)(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=call.recurrent_state,
+                output_final_state=cached,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=call.packed,
+            )
+            o = self.norm(o, z)
+        output: Tensor = self.out_proj(o.flatten(2))
+        if padding is not None:
+            output = padding.restore(output)
+        if cache is not None:
+            cache.conv_state, cache.recurrent_state = conv_state, recurrent_state
+        return output
+
+    def explain(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor | PackedSequences | None = None,
+        cache: GatedDeltaNetCache | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> str:
+        """What a call with these arguments would run, in words: convolution, form, kernel, norm. Nothing is computed.
+
+        Args: those of the call itself.
+
+        Returns:
+            A few lines to print.
+
+        Raises:
+            ValueError: an argument that does not fit.
+        """
+        call = self._prepare(hidden_states, cu_seqlens, cache, attention_mask)
+        device, dtype, (B, T, _) = hidden_states.device, hidden_states.dtype, hidden_states.shape
+        if autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        trains = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (hidden_states, *self.parameters(), call.recurrent_state)
+        )
+        mixed = torch.empty(B, T, self.config.conv_dim, dtype=dtype, device=device, requires_grad=trains)
+        q, k, v = self._split(mixed)
+        beta = mixed[..., : self.config.linear_num_value_heads]
+        g = beta.to(state_dtype(dtype))
+        form = self._form(call, q, k, v, g, beta)
+        kernel = self.kernel.explain(
+            q, k, v, g, beta, None, call.recurrent_state, cache is not None, True, cu_seqlens=call.packed
+        )
+        return "\n".join(
+            [
+                f"{type(self).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
+                f"  convolution: {self.conv1d.implementation(device, dtype)}",
+                f"  gated norm: {self.norm.implementation(device, dtype)}",
+                f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
+                f"  form: {form}",
+                *(f"  {line}" for line in kernel.splitlines()),
+            ]
+        )
+
+    def extra_repr(self) -> str:
+        c = self.config
+        heads = f"heads={c.linear_num_key_heads}/{c.linear_num_value_heads}"
+        sizes = f"{c.linear_key_head_dim}/{c.linear_value_head_dim}"
+        return f"hidden_size={c.hidden_size}, {heads} x {sizes}, kernel={self.kernel!r}"
+
+    def _prepare(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor | PackedSequences | None,
+        cache: GatedDeltaNetCache | None,
+        attention_mask: Tensor | None,
+    ) -> LayerCall:
+        """Check everything before anything runs."""
+        call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
+        if hidden_states.device != self.A_log.device:
+            raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
+        weights = self.out_proj.weight.dtype
+        plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
+        if plain and hidden_states.dtype != weights:
+            raise ValueError(
+                f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
+            )
+        return call
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k ``[B, T, H, K]`` and v ``[B, T, HV, V]``, views."""
+        c = self.config
+        q, k, v = torch.split(mixed, [c.key_dim, c.key_dim, c.value_dim], -1)
+        keys = (c.linear_num_key_heads, c.linear_key_head_dim)
+        values = (c.linear_num_value_heads, c.linear_value_head_dim)
+        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
+
+    def _form(self, call: LayerCall, *tensors: Tensor) -> str:
+        state = call.recurrent_state
+        trains = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in tensors) or (state is not None and state.requires_grad)
+        )
+        return "step" if call.decodes and not trains and self.kernel.capabilities.step else "chunk"
+
+    # ---- parameters ------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Redraw every parameter: linear and convolution weights as PyTorch does by default, norms to one, the gate as
+        Transformers does (A uniform in 0.01 .. 16, dt_bias one), in float32 at least."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+        self._reset_gate()
+
+    @torch.no_grad()
+    def _reset_gate(self) -> None:
+        self.dt_bias.fill_(1.0)
+        self.A_log.uniform_(0.01, 16.0).log_()  # from 0 it would be -inf
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
+        """`to`, `half`, `bfloat16`, ...: the layer's own two parameters follow to a device, not below float32."""
+
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.is_floating_point() and moved.dtype.itemsize < 4:
+                return tensor.to(moved.device)
+            return moved
+
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """With ``assign=True`` a checkpoint's tensors take the parameters' place: these two not below float32."""
+        wide = {
+            prefix + name: tensor.float()
+            for name in self._parameters
+            if isinstance(tensor := state_dict.get(prefix + name), Tensor)
+            and tensor.is_floating_point()
+            and tensor.dtype.itemsize < 4
+        }
+        super()._load_from_state_dict({**state_dict, **wide}, prefix, *args)
+
+
+class Qwen3NextGatedDeltaNet(GatedDeltaNet):
+    """The layer as Qwen3-Next lays it out: two projections whose rows are grouped by key head.
+
+    The rows of ``in_proj_qkvz`` are, for each key head, q, k, its value heads' v, their z; those of ``in_proj_ba`` b and
+    a. Arguments, call and errors are :class:`GatedDeltaNet`'s. Source: Transformers' ``Qwen3NextGatedDeltaNet``.
+
+    Example:
+        >>> heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        >>> layer = Qwen3NextGatedDeltaNet(GatedDeltaNetConfig(hidden_size=32, **heads))
+        >>> layer(torch.randn(1, 12, 32), cu_seqlens=torch.tensor([0, 5, 12])).shape
+        torch.Size([1, 12, 32])
+    """
+
+    in_proj_qkvz: nn.Linear
+    in_proj_ba: nn.Linear
+
+    def _add_modules(self) -> None:
+        c = self.config
+        self._add_convolution()
+        self._add_projection("in_proj_qkvz", 2 * c.key_dim + 2 * c.value_dim)
+        self._add_projection("in_proj_ba", 2 * c.linear_num_value_heads)
+        self._add_output()
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        c = self.config
+        H, K, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        group = c.linear_num_value_heads // H
+        by_head = self.in_proj_qkvz(hidden_states).unflatten(-1, (H, 2 * K + 2 * group * V))
+        q, k, v, z = torch.split(by_head, [K, K, group * V, group * V], -1)
+        b, a = torch.split(self.in_proj_ba(hidden_states).unflatten(-1, (H, 2 * group)), [group, group], -1)
+        mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
+        return mixed, z.flatten(2).unflatten(-1, (H * group, V)), b.flatten(2), a.flatten(2)
+
+
+class Qwen3_5GatedDeltaNet(GatedDeltaNet):
+    """The layer as Qwen3.5 lays it out: projections for q|k|v, z, b and a, heads in order.
+
+    Arguments, call and errors are :class:`GatedDeltaNet`'s. Source: Transformers' ``Qwen3_5GatedDeltaNet``.
+
+    Example:
+        >>> heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        >>> layer, cache = Qwen3_5GatedDeltaNet(GatedDeltaNetConfig(hidden_size=32, **heads)), GatedDeltaNetCache()
+        >>> x = torch.randn(2, 6, 32)
+        >>> pieces = [layer(piece, cache=cache) for piece in x.split([4, 1, 1], 1)]
+        >>> torch.testing.assert_close(torch.cat(pieces, 1), layer(x))
+    """
+
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
+
+    def _add_modules(self) -> None:
+        c = self.config
+        self._add_convolution()
+        self._add_output()
+        self._add_projection("in_proj_qkv", c.conv_dim)
+        self._add_projection("in_proj_z", c.value_dim)
+        self._add_projection("in_proj_b", c.linear_num_value_heads)
+        self._add_projection("in_proj_a", c.linear_num_value_heads)
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        c = self.config
+        z = self.in_proj_z(hidden_states).unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
+        return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """States, gates and norms are float32 under autocast too: only the projections are cast."""
+    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()

@@ -1,0 +1,116 @@
+"""The two RMS norms of these models: gated (inside a layer) and zero-centred (around it)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qwenlinear.layers.fused import fla_module, why_not_fla
+
+
+class GatedRMSNorm(nn.Module):
+    """``weight * rms_norm(x) * silu(gate)``, Transformers' ``Qwen3NextRMSNormGated``.
+
+    On a GPU flash-linear-attention's fused kernel runs where it is installed, otherwise PyTorch with the same results;
+    `repr` says which.
+
+    Args:
+        size: V, the last dimension.
+        eps: added to the mean square.
+
+    Example:
+        >>> norm = GatedRMSNorm(8)
+        >>> norm
+        GatedRMSNorm(8, eps=1e-06, runs on PyTorch: tensors on cpu)
+        >>> norm(torch.randn(2, 3, 8), torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalise the last dimension, then gate.
+
+        Args:
+            x: ``[..., V]`` any floating dtype.
+            gate: ``[..., V]`` before the activation.
+
+        Returns:
+            ``[..., V]`` in x's dtype; computed in float32 at least.
+        """
+        fla = fla_module(x, "norm.fused_norm_gate")
+        if fla is None:
+            return gated_rms_norm(x, gate, self.weight, self.eps)
+        y: Tensor = fla.rms_norm_gated(x, gate, self.weight, None, activation="swish", eps=self.eps)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, {self.implementation(self.weight.device, self.weight.dtype)}"
+
+    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What runs on such tensors, in words."""
+        reason = why_not_fla(device, dtype)
+        return "runs on flash-linear-attention" if reason is None else f"runs on PyTorch: {reason}"
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The gated norm in PyTorch, rounding where Transformers rounds.
+
+    Args:
+        x: ``[..., V]``.
+        gate: ``[..., V]``.
+        weight: ``[V]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., V]`` in x's dtype.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = x.to(wide)
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(x.dtype) * F.silu(gate.to(wide))).to(x.dtype)
+
+
+class ZeroCenteredRMSNorm(nn.Module):
+    """``(1 + weight) * rms_norm(x)`` in float32 at least, Transformers' ``Qwen3_5RMSNorm``; the weight starts at zero.
+
+    Args:
+        size: the last dimension.
+        eps: added to the mean square.
+
+    Example:
+        >>> ZeroCenteredRMSNorm(4)(torch.full((1, 4), 3.0))
+        tensor([[1.0000, 1.0000, 1.0000, 1.0000]], grad_fn=...)
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zero, which is a scale of one."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension.
+
+        Args:
+            x: ``[..., size]`` any floating dtype.
+
+        Returns:
+            The same shape and dtype.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
