@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
+
 from torch import Tensor, nn
 
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
-from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig
+from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig, read_field
 from qwenlinear.layers.gated_delta_net import Qwen3_5GatedDeltaNet
 from qwenlinear.layers.gated_norm import ZeroCenteredRMSNorm
 from qwenlinear.layers.padding import real_tokens
@@ -115,10 +117,6 @@ class SwiGLU(nn.Module):
 
 
 def _intermediate_size(config: object, sizes: GatedDeltaNetConfig) -> object:
-    for holder in (config, getattr(config, "text_config", None)):
-        found = (
-            holder.get("intermediate_size") if isinstance(holder, dict) else getattr(holder, "intermediate_size", None)
-        )
-        if found is not None:
-            return found
-    return 3 * sizes.hidden_size
+    nested = read_field(config, "text_config")
+    width = read_field(config if nested in (MISSING, None) else nested, "intermediate_size")
+    return 3 * sizes.hidden_size if width is MISSING else width

@@ -94,10 +94,10 @@ class GatedDeltaNetConfig:
         """
         if isinstance(config, cls):
             return config
-        nested = _read(config, "text_config")
+        nested = read_field(config, "text_config")
         if nested is not MISSING and nested is not None:
             return cls.from_config(nested)
-        found = {field.name: _read(config, field.name) for field in fields(cls)}
+        found = {field.name: read_field(config, field.name) for field in fields(cls)}
         missing = [name for name in _SIZES if found[name] is MISSING]
         if missing:
             raise ValueError(
@@ -132,7 +132,16 @@ _SIZES = (
 )
 
 
-def _read(config: object, name: str) -> object:
+def read_field(config: object, name: str) -> object:
+    """A field of a config object or mapping.
+
+    Args:
+        config: the holder.
+        name: the field.
+
+    Returns:
+        Its value, or ``dataclasses.MISSING``.
+    """
     if isinstance(config, Mapping):
         return config.get(name, MISSING)
     return getattr(config, name, MISSING)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
+from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, autocast_enabled, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
@@ -50,7 +50,7 @@ class GatedDeltaNet(nn.Module, ABC):
                 f"kernel needs a GatedDeltaKernel or None, got {kernel!r}; kernel_from_name makes one from a name"
             )
         self.config = GatedDeltaNetConfig.from_config(config)
-        self.kernel = kernel if kernel is not None else _default_kernel()
+        self.kernel = kernel if kernel is not None else AutoKernel()
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         HV = self.config.linear_num_value_heads
         self.dt_bias = nn.Parameter(torch.empty(HV, dtype=wide))
@@ -333,16 +333,6 @@ class Qwen3_5GatedDeltaNet(GatedDeltaNet):
         c = self.config
         z = self.in_proj_z(hidden_states).unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
         return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
-
-
-def _default_kernel() -> GatedDeltaKernel:
-    try:
-        from qwenlinear.kernels.auto import AutoKernel
-    except ImportError:
-        from qwenlinear.kernels import TorchKernel
-
-        return TorchKernel()
-    return AutoKernel()
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -164,46 +164,51 @@ def short_convolution(
     tokens = x.to(wide)
     past = None if initial_state is None else initial_state.to(wide).transpose(1, 2)
     if packed is None:
-        y = _ShiftedTaps.apply(_prepend(past, tokens, W), taps)
+        y = _convolve(past, tokens, taps)
     else:
-        y = _ShiftedTaps.apply(_prepend(None, tokens, W), taps)
+        y = _convolve(None, tokens, taps)
         heads = packed.derive(("short_conv.heads", W, x.device), lambda: _Heads.of(packed, W, x.device))
         if heads.at.numel():  # the stream's first pass let them see the document before theirs
             opening = tokens[0].index_select(0, heads.openings).view(packed.num_sequences, W - 1, -1)
-            redone = _ShiftedTaps.apply(_prepend(past, opening, W), taps).flatten(0, 1)
+            redone = _convolve(past, opening, taps).flatten(0, 1)
             y = y.index_copy(1, heads.at, redone.index_select(0, heads.rows)[None])
     return (y if activation is None else ACTIVATIONS[activation](y)).to(x.dtype)
 
 
-def _prepend(past: Tensor | None, tokens: Tensor, W: int) -> Tensor:
-    """``[N, W-1+T, C]``: what went before each sequence, then its tokens."""
-    return F.pad(tokens, (0, 0, W - 1, 0)) if past is None else torch.cat([past, tokens], 1)
+def _convolve(past: Tensor | None, tokens: Tensor, taps: Tensor) -> Tensor:
+    """``[N, T, C]`` of tokens ``[N, T, C]`` behind their past ``[N, W-1, C]``, or behind zeros."""
+    if past is None:
+        return _ShiftedTaps.apply(tokens, taps)  # type: ignore[no-any-return]
+    return _ShiftedTaps.apply(torch.cat([past, tokens], 1), taps)[:, past.shape[1] :]  # type: ignore[no-any-return]
 
 
 class _ShiftedTaps(torch.autograd.Function):
-    """``y[:, t] = sum_i taps[i] * x[:, t + i]``, written out: autograd would allocate each shift's gradient apart."""
+    """``y[:, t] = sum_d taps[W-1-d] * x[:, t-d]``, written out: autograd would allocate each shift's gradient apart."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(x, taps)
-        T = x.shape[1] - taps.shape[0] + 1
-        y = x[:, :T] * taps[0]
-        for i in range(1, taps.shape[0]):
-            y.addcmul_(x[:, i : i + T], taps[i])
+        T, last = x.shape[1], taps.shape[0] - 1
+        y = x * taps[last]
+        for d in range(1, min(last + 1, T)):
+            y[:, d:].addcmul_(x[:, : T - d], taps[last - d])
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, taps = ctx.saved_tensors  # type: ignore[attr-defined]
-        T = dy.shape[1]
+        T, last = x.shape[1], taps.shape[0] - 1
+        shifts = range(1, min(last + 1, T))
         dx = dtaps = None
         if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
-            dx = torch.zeros_like(x)
-            for i in range(taps.shape[0]):
-                dx[:, i : i + T].addcmul_(dy, taps[i])
+            dx = dy * taps[last]
+            for d in shifts:
+                dx[:, : T - d].addcmul_(dy[:, d:], taps[last - d])
         if ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
-            dtaps = torch.stack([(dy * x[:, i : i + T]).sum((0, 1)) for i in range(taps.shape[0])])
+            dtaps = torch.zeros_like(taps)
+            for d in (0, *shifts):
+                dtaps[last - d] = (dy[:, d:] * x[:, : T - d]).sum((0, 1))
         return dx, dtaps
 
 
