@@ -1,4 +1,8 @@
-"""qwenlinear: Gated DeltaNet layers of Qwen3-Next and Qwen3.5 with an injected kernel."""
+"""qwenlinear: Gated DeltaNet layers of Qwen3-Next and Qwen3.5 with an injected kernel.
+
+    layer = Qwen3_5GatedDeltaNet(config, kernel=FLAKernel())
+    y = layer(hidden_states, cu_seqlens=PackedSequences.from_lengths([5, 7]))
+"""
 
 from qwenlinear.errors import Refusal, UnsupportedCall
 from qwenlinear.kernels import (
@@ -10,13 +14,27 @@ from qwenlinear.kernels import (
     TorchKernel,
     kernel_from_name,
 )
+from qwenlinear.layers import (
+    GatedDeltaNet,
+    GatedDeltaNetBlock,
+    GatedDeltaNetCache,
+    GatedDeltaNetConfig,
+    Qwen3_5GatedDeltaNet,
+    Qwen3NextGatedDeltaNet,
+)
 
 __all__ = [
     "AutoKernel",
     "FLAKernel",
     "FlashQLAKernel",
     "GatedDeltaKernel",
+    "GatedDeltaNet",
+    "GatedDeltaNetBlock",
+    "GatedDeltaNetCache",
+    "GatedDeltaNetConfig",
     "PackedSequences",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
     "Refusal",
     "TorchKernel",
     "UnsupportedCall",

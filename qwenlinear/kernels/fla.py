@@ -115,7 +115,7 @@ class FLAKernel(GatedDeltaKernel):
                 # FLA's own function lies behind its dispatcher. torch.compiler.disable, which unwrap takes off too,
                 # goes on again: FLA keeps this code out of graphs, which would break at its inner dispatchers anyway.
                 own = inspect.unwrap(cast(Callable[..., Any], chunk))
-                disabled = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
+                disabled = torch.compiler.disable(own)
                 self._functions = {"chunk": disabled, "step": cast(Callable[..., Any], step)}
         return self._broken
 

@@ -1,0 +1,103 @@
+"""Which collectives have been started and may still wait for a peer: while there are any, nothing may wait for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+class PendingWorks:
+    """The works of one group on one type of device that may be incomplete.
+
+    A reclaim waits for the device. If it waited for a collective that needs a peer, and that peer needs something that
+    this rank starts afterwards, both would hang. What can't do harm are operations that precede the next one on its own
+    stream anyway: synchronous ones on the current stream, and asynchronous ones that were waited for. So there remain
+    works that somebody still holds and that aren't complete, and other streams.
+
+    On a CPU a work is held until it is complete: gloo keeps the tensors as long. On a GPU it is only watched, for a held
+    work would keep its output tensors from being reused. The price: a GPU work whose handle was dropped without waiting
+    is no longer seen. DDP's reducer does that; its buckets are started in one order on all ranks.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda = device_type == "cuda"
+        self._works: deque[Work | weakref.ref[Work]] = deque()
+        self._streams: dict[int, torch.device] = {}
+
+    def add(self, work: Work, *, hold: bool) -> None:
+        """Watch a work that was just started.
+
+        Args:
+            work: what the inner group returned.
+            hold: whether to keep it alive until it is complete; only done on a CPU. False for what its caller waits for
+                at once and for point-to-point operations, which a dropped handle cancels.
+        """
+        works = self._works
+        # Oldest first, and no queries of a GPU's events on this path.
+        while works:
+            oldest = works[0]
+            if isinstance(oldest, weakref.ref):
+                if oldest() is not None:
+                    break
+            elif not oldest.is_completed():
+                break
+            works.popleft()
+        works.append(work if hold and not self._cuda else weakref.ref(work))
+
+    def add_stream(self, device: torch.device) -> None:
+        """Remember the current stream of a GPU, on which a synchronous collective was just put.
+
+        Args:
+            device: the collective's device.
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._streams[torch._C._cuda_getCurrentRawStream(index)] = device
+
+    def any(self) -> bool:
+        """Say whether something is incomplete; asks every work, so it is for the rare moment before a reclaim."""
+        self._works = deque(entry for entry in self._works if _incomplete(entry))
+        if self._works:
+            return True
+        for raw, device in list(self._streams.items()):
+            index = torch.cuda.current_device() if device.index is None else device.index
+            if raw != torch._C._cuda_getCurrentRawStream(index):
+                if not torch.cuda.ExternalStream(raw, device=device).query():
+                    return True
+                del self._streams[raw]
+        return False
+
+    def wait(self) -> None:
+        """Wait for every work that is still there, for at most the group's own timeout each.
+
+        Raises:
+            RuntimeError: whatever a failed work raises.
+        """
+        for entry in list(self._works):
+            work = entry() if isinstance(entry, weakref.ref) else entry
+            if work is not None and not work.is_completed():
+                work.wait()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._works.clear()
+        self._streams.clear()
+
+
+def _incomplete(entry: Work | weakref.ref[Work]) -> bool:
+    work = entry() if isinstance(entry, weakref.ref) else entry
+    if work is None:
+        return False
+    with contextlib.suppress(Exception):  # a work that can't say so has failed: nothing will ever wait for it
+        return not work.is_completed()
+    return False

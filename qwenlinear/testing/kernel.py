@@ -1,0 +1,195 @@
+"""check_kernel: run a kernel against the suite; KernelConformance: the same as one pytest test a case."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from qwenlinear.errors import UnsupportedCall
+from qwenlinear.kernels.base import GatedDeltaKernel
+from qwenlinear.kernels.torch_kernel import TorchKernel
+from qwenlinear.testing.cases import Case
+from qwenlinear.testing.checks import CHECKS, WrongValues
+from qwenlinear.testing.generate import Heads, generate
+from qwenlinear.testing.limits import widened
+from qwenlinear.testing.report import CaseResult, ConformanceError, ConformanceReport
+from qwenlinear.testing.running import Fault
+
+_NARROW_CASES = 8  # cases that must pass before an undeclared capability is called too narrow
+
+
+def check_kernel(
+    kernel: GatedDeltaKernel,
+    device: torch.device | str = "cpu",
+    *,
+    first_failure: bool = True,
+    cases: Iterable[Case] | None = None,
+    heads: Sequence[Heads] | None = None,
+    packings: int = 1000,
+) -> ConformanceReport:
+    """Prove a kernel against the float64 reference, by its public calls, in everything that it declares.
+
+    Args:
+        kernel: the kernel.
+        device: where its tensors lie; default ``"cpu"``.
+        first_failure: stop at the first failure (default), or run everything and then raise.
+        cases: run these instead, for example the one that an error message names.
+        heads: head configurations ``(H, HV, K, V)`` to try; default None chooses from the declared sizes, at most two off
+            the CPU, where each may cost a compilation.
+        packings: how many random packings of documents of 0 to 300 tokens; default 1000.
+
+    Returns:
+        The report; ``report.passed`` is True.
+
+    Raises:
+        ConformanceError: something failed, or every case was refused; the report is its ``.report``.
+
+    Example:
+        >>> report = check_kernel(TorchKernel(), cases=[Case("scale", T=5, scale=0.5)])
+        >>> report.passed, report.counts
+        (True, {'passed': 1, 'failed': 0, 'refused': 0})
+    """
+    where = torch.device(device)
+    if cases is None:
+        cases = generate(kernel, where.type, None if heads is None else tuple(heads), packings)
+        narrow = _too_narrow(kernel, where) if where.type == "cpu" else iter(())
+    else:
+        narrow = iter(())
+    results: list[CaseResult] = []
+    for case in cases:
+        results += run_case(kernel, case, where)
+        if first_failure and results[-1].status == "failed":
+            break
+    failed = any(result.status == "failed" for result in results)
+    remarks = () if failed and first_failure else tuple(narrow)
+    report = ConformanceReport(repr(kernel), str(device), tuple(results), remarks, versions())
+    if not report.passed:
+        raise ConformanceError(report)
+    return report
+
+
+def run_case(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> list[CaseResult]:
+    """Run one case; never raises for what a kernel does.
+
+    Args:
+        kernel: the kernel.
+        case: what to ask of it.
+        device: where.
+
+    Returns:
+        Its result; where only a case's gradients were refused, also that of the case without them.
+    """
+    start = time.perf_counter()
+
+    def result(status: str, text: str = "", errors: Any = None) -> CaseResult:
+        return CaseResult(case, status, text, errors or {}, time.perf_counter() - start)
+
+    try:
+        return [result("passed", errors=CHECKS[case.check](kernel, case, device))]
+    except WrongValues as error:
+        return [result("failed", str(error), error.errors)]
+    except Fault as error:
+        return [result("failed", str(error))]
+    except UnsupportedCall as error:
+        refused = result("refused", "; ".join(map(str, error.refusals)))
+        if not _beyond_declared(kernel, error, torch.device(device)):
+            return [result("failed", f"refused although it is declared: {refused.text}")]
+        return [refused, *run_case(kernel, case.but(grad="", loss="both"), device)] if case.grad else [refused]
+    except Exception as error:
+        return [result("failed", f"{type(error).__name__}: {error}")]
+
+
+def _beyond_declared(kernel: GatedDeltaKernel, error: UnsupportedCall, device: torch.device) -> bool:
+    """Whether a refusal says more than the capabilities, which the suite has respected, could have said."""
+    devices = kernel.capabilities.devices
+    if devices is not None and device.type not in devices:
+        return True
+    return any(refusal.code not in _DECLARED_CODES for refusal in error.refusals)
+
+
+_DECLARED_CODES = frozenset({"form", "dtype", "initial_state", "final_state", "packed", "state_backward"})
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, PyTorch and the device's software, for a report."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda or torch.version.hip)}
+    return found
+
+
+def _too_narrow(kernel: GatedDeltaKernel, device: torch.device) -> Iterator[str]:
+    """Capabilities that aren't declared and yet pass: each is declared on a copy of the kernel, and the cases are run on that."""
+    declared = list(generate(kernel, device.type, packings=0)) if kernel.capabilities.dtypes else []
+    for text, fields in widened(kernel.capabilities, device.type):
+        twin: Any = copy.copy(kernel)
+        try:
+            twin.capabilities = replace(kernel.capabilities, **fields)
+            twin.tolerances = {**TorchKernel.tolerances, **kernel.tolerances}
+        except AttributeError:
+            return  # a composite that answers from its candidates
+        cases = _cases_of(next(iter(fields)), declared, list(generate(twin, device.type, packings=0)))
+        chosen = cases[:: max(1, len(cases) // _NARROW_CASES)][:_NARROW_CASES]
+        if chosen and all(run_case(twin, case, device)[-1].status == "passed" for case in chosen):
+            yield f"{text} ({len(chosen)} cases pass)"
+
+
+def _cases_of(name: str, declared: list[Case], wider: list[Case]) -> list[Case]:
+    """The cases that a capability decides about."""
+    lowered = {
+        "qk_l2norm": lambda case: case.l2norm,
+        "strided": lambda case: case.layout != "contiguous",
+        "value_head_groups": lambda case: case.heads[1] > case.heads[0],
+        "empty_sequences": lambda case: case.lengths is not None and 0 in case.lengths and sum(case.lengths),
+        "deterministic": lambda case: case.check == "repeat",
+        "devices": lambda case: True,
+    }
+    judged = [case for case in wider if case.check not in ("refused", "malformed")]
+    if name in lowered:
+        return [case for case in judged if lowered[name](case)]
+    before = set(declared)
+    return [case for case in judged if case not in before]
+
+
+class KernelConformance:
+    """A pytest class with one test a case: inherit, say which kernel, and it runs.
+
+    Attributes:
+        kernel: the kernel under test.
+        device: where; default ``"cpu"``.
+        heads: as in :func:`check_kernel`.
+        packings: as in :func:`check_kernel`.
+
+    Example:
+        >>> class TestMyKernel(KernelConformance):
+        ...     kernel = TorchKernel()
+    """
+
+    kernel: ClassVar[GatedDeltaKernel]
+    device: ClassVar[str] = "cpu"
+    heads: ClassVar[Sequence[Heads] | None] = None
+    packings: ClassVar[int] = 1000
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """One test a case."""
+        if "conformance_case" in metafunc.fixturenames:
+            heads = None if self.heads is None else tuple(self.heads)
+            cases = list(generate(self.kernel, torch.device(self.device).type, heads, self.packings))
+            ids = [f"{case.form}-{case.dtype}-{case.topic}" for case in cases]
+            metafunc.parametrize("conformance_case", cases, ids=ids)
+
+    def test_conformance(self, conformance_case: Case) -> None:
+        """The kernel passes the case; a refusal beyond its declared capabilities skips it, with the reason."""
+        import pytest
+
+        results = run_case(self.kernel, conformance_case, self.device)
+        if results[-1].status == "failed":
+            raise ConformanceError(ConformanceReport(repr(self.kernel), self.device, tuple(results), (), versions()))
+        if results[-1].status == "refused":
+            pytest.skip(results[-1].text)

@@ -1,0 +1,202 @@
+"""Running a case: one or more public calls, made into a dictionary of named tensors that is compared with the float64 truth."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwenlinear.kernels.base import GatedDeltaKernel
+from qwenlinear.kernels.capabilities import Form, Tolerance
+from qwenlinear.testing.cases import Drawn
+from qwenlinear.testing.reference import KNOWN_FAULTS, Call
+
+Answers = dict[str, Tensor]  # "output", "final state", "gradient of q", ...
+Arguments = dict[str, Any]
+Execution = Callable[[Arguments], tuple[Tensor, "Tensor | None"]]
+
+
+class Fault(Exception):
+    """What a kernel did wrong, in one line (never leaves the suite: it becomes a failed result)."""
+
+
+def execution_of(call: Call) -> Execution:
+    """One call with all the arguments."""
+    return lambda arguments: call(**arguments)
+
+
+def form_of(kernel: GatedDeltaKernel, form: Form) -> Execution:
+    """One call of the public method of a form."""
+    return execution_of(kernel if form == "chunk" else kernel.step)
+
+
+def run(execution: Execution, drawn: Drawn) -> Answers:
+    """Run a case forward and, where it wants gradients, backward.
+
+    Args:
+        execution: takes the arguments of a kernel call and returns its answer, by whatever calls.
+        drawn: the tensors.
+
+    Returns:
+        Every tensor that the case asks for, by name.
+
+    Raises:
+        Fault: the call changed an input, gave memory of an input back, or left out what was asked for.
+    """
+    case = drawn.case
+    leaves = {name: base.clone().requires_grad_(name in case.wanted) for name, base in drawn.bases.items()}
+    handed = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    boundaries = drawn.cu_seqlens.clone() if isinstance(drawn.cu_seqlens, Tensor) else None
+    modes = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with _scratch() if case.scratch else nullcontext():
+        with modes[case.mode]():
+            o, final = execution({**drawn.view(leaves), **drawn.options})
+        _no_alias(leaves, {"output": o, "final state": final})
+        if (final is not None) != case.final_state:
+            raise Fault(f"the final state is {'missing' if final is None else 'there although it was not asked for'}")
+        answers = {"output": o} if final is None else {"output": o, "final state": final}
+        answers |= _gradients(answers, leaves, drawn)
+    for name, leaf in leaves.items():
+        if not _same_bits(leaf, handed[name]):
+            raise Fault(f"{name} was written to")
+    if boundaries is not None and not torch.equal(boundaries, drawn.cu_seqlens):  # type: ignore[arg-type]
+        raise Fault("cu_seqlens was written to")
+    return {name: answer.detach() for name, answer in answers.items()}
+
+
+def _gradients(answers: Answers, leaves: Mapping[str, Tensor], drawn: Drawn) -> Answers:
+    case = drawn.case
+    if not case.wanted:
+        return {}
+    losses = [("output", drawn.d_output)] if case.loss != "state" else []
+    losses += [("final state", drawn.d_state)] if case.loss != "output" and case.final_state else []
+    losses = [(name, cotangent) for name, cotangent in losses if answers[name].requires_grad]
+    if not losses:
+        raise Fault(f"no gradient comes back to {', '.join(case.wanted)}")
+    wanted = [leaves[name] for name in case.wanted]
+    gradients = torch.autograd.grad(
+        [answers[name] for name, _ in losses], wanted, [cotangent for _, cotangent in losses], allow_unused=True
+    )
+    named = {}
+    for name, leaf, gradient in zip(case.wanted, wanted, gradients, strict=True):
+        if gradient is not None and (gradient.dtype != leaf.dtype or gradient.shape != leaf.shape):
+            raise Fault(f"the gradient of {name} is {list(gradient.shape)} {gradient.dtype}")
+        named[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return named
+
+
+def compare(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance) -> dict[str, tuple[float, float]]:
+    """The relative error of each tensor and what is allowed.
+
+    ``norm(x - truth) / norm(truth)``, the norm of the truth taken as no smaller than float32's smallest normal number: what
+    underflows everywhere counts as zero. The gradient of g is a difference of terms that cancel (exactly, for a first token);
+    it is judged by no less than a hundredth of what flows through its tokens.
+
+    Args:
+        answers: of the kernel.
+        truth: in float64.
+        drawn: the float64 tensors.
+        tolerance: the kernel's own.
+
+    Returns:
+        ``{name: (error, allowed)}``; not-a-number anywhere is an infinite error.
+    """
+    smallest = torch.finfo(torch.float64 if drawn.case.dtype == "float64" else torch.float32).tiny
+    errors = {}
+    for name, right in truth.items():
+        floor = smallest * math.sqrt(right.numel() + 1)
+        if name == "gradient of g":
+            floor = max(floor, 0.01 * _flow(truth, drawn))
+        allowed = {"output": tolerance.output, "final state": tolerance.state}.get(name, tolerance.gradient)
+        rounding = (
+            torch.finfo(answers[name].dtype).eps / 2
+        )  # beta, and so its gradient, may have fewer digits than the rest
+        errors[name] = (relative_error(answers[name], right, floor), max(allowed, rounding))
+    return errors
+
+
+def relative_error(x: Tensor, truth: Tensor, floor: float) -> float:
+    """``norm(x - truth) / max(norm(truth), floor)``; infinite where x is not finite or has another shape.
+
+    Args:
+        x: any tensor.
+        truth: the float64 truth.
+        floor: the smallest norm to divide by, > 0.
+
+    Returns:
+        The error, on the host (this is where a case synchronises).
+    """
+    if x.shape != truth.shape:
+        return math.inf
+    error = float((x.to(torch.float64) - truth).norm() / truth.norm().clamp_min(floor))
+    return error if math.isfinite(error) else math.inf
+
+
+def _flow(truth: Answers, drawn: Drawn) -> float:
+    flow = (truth["output"] * drawn.d_output).abs().sum(-1).norm()
+    if "final state" in truth:
+        flow = flow + (truth["final state"] * drawn.d_state).abs().sum((-1, -2)).norm()
+    return float(flow)
+
+
+def suspect(answers: Answers, drawn: Drawn, tolerance: Tolerance) -> str:
+    """The known fault that explains a wrong answer, or nothing.
+
+    Args:
+        answers: of the kernel.
+        drawn: the float64 tensors.
+        tolerance: the kernel's own, within which an explanation must hold.
+
+    Returns:
+        A few words, or ``""``.
+    """
+    outputs = {name: answers[name] for name in ("output", "final state") if name in answers}
+    plain = Drawn(drawn.case.but(grad=""), drawn.bases, drawn.d_output, drawn.d_state, drawn.cu_seqlens)
+    for fault in KNOWN_FAULTS:
+        try:
+            wrong = run(execution_of(fault), plain)
+        except (Fault, RuntimeError):
+            continue
+        if all(error <= allowed for error, allowed in compare(outputs, wrong, drawn, tolerance).values()):
+            return fault.text
+    return ""
+
+
+@contextmanager
+def _scratch() -> Iterator[None]:
+    """PyTorch fills memory that nobody has written with NaN, and everything is as before afterwards."""
+    on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # operators without a deterministic form say so; only the fill matters here
+            yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def _no_alias(leaves: Mapping[str, Tensor], answers: Mapping[str, Tensor | None]) -> None:
+    owners = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if leaf.numel()}
+    for name, answer in answers.items():
+        if answer is None or not answer.numel():
+            continue
+        owner = owners.setdefault(answer.untyped_storage().data_ptr(), name)
+        if owner != name:
+            raise Fault(f"the {name} shares memory with {owner}")
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.detach().contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def same_bits(answers: Answers, others: Answers) -> list[str]:
+    """The names whose tensors differ in any bit."""
+    return [name for name, answer in answers.items() if not _same_bits(answer, others[name])]
