@@ -215,11 +215,7 @@ def _truth(kernel: GatedDeltaKernel, drawn: Drawn, cotangents: Drawn | None = No
 def _judged(kernel: GatedDeltaKernel, execution: Execution, drawn: Drawn) -> Errors:
     answers, truth, wide = run(execution, drawn), _truth(kernel, drawn), drawn.double()
     tolerance = kernel.tolerances[drawn.case.torch_dtype]
-    return _within(compare(answers, truth, wide, tolerance), lambda: _suspicion(suspect(answers, wide, tolerance)))
-
-
-def _suspicion(fault: str) -> str:
-    return fault and f"this is what a kernel gives with {fault}"
+    return _within(compare(answers, truth, wide, tolerance), lambda: suspect(answers, truth, wide, tolerance))
 
 
 def _within(errors: Errors, explain: Callable[[], str] = lambda: "") -> Errors:

@@ -135,7 +135,7 @@ class _Generator:
                 topic="tokens that neither decay nor write", gates="none", beta="zeros", T=5, **self.states
             )
         other = "float32" if self.base.dtype in ("bfloat16", "float16") else "bfloat16"
-        yield self.full.but(topic=f"beta in {other}", beta_dtype=other)
+        yield self.full.but(topic=f"beta in {other}", beta_dtype=other, grad="")
         yield self.full.but(topic="without gradients", mode="no_grad", grad="")
         yield self.full.but(topic="inference mode", mode="inference", grad="")
 
@@ -148,6 +148,9 @@ class _Generator:
             yield plain.but(topic=f"gradient of {name}", heads=self.plain, grad=name, **self.states)
         yield plain.but(topic="gradients without states")
         yield plain.but(topic="gradients through the normalisation", l2norm=True, T=20)
+        for beta_dtype in ("float32", "bfloat16"):
+            if beta_dtype != self.base.dtype:
+                yield plain.but(topic=f"gradients with beta in {beta_dtype}", beta_dtype=beta_dtype)
         if self.capabilities.final_state and self.capabilities.state_backward:
             yield plain.but(topic="gradients of the final state alone", final_state=True, loss="state")
             yield plain.but(topic="gradients of the output beside a final state", final_state=True, loss="output")

@@ -180,6 +180,7 @@ class KernelConformance:
         device: where; default ``"cpu"``.
         heads: as in :func:`check_kernel`.
         packings: as in :func:`check_kernel`.
+        examples: how many cases Hypothesis draws besides; default 100. Skipped where it is not installed.
 
     Example:
         >>> class TestMyKernel(KernelConformance):
@@ -190,6 +191,7 @@ class KernelConformance:
     device: ClassVar[str] = "cpu"
     heads: ClassVar[Sequence[Heads] | None] = None
     packings: ClassVar[int] = 1000
+    examples: ClassVar[int] = 100
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test a case."""
@@ -203,8 +205,31 @@ class KernelConformance:
         """The kernel passes the case; a refusal beyond its declared capabilities skips it, with the reason."""
         import pytest
 
-        results = run_case(self.kernel, conformance_case, self.device)
-        if results[-1].status == "failed":
-            raise ConformanceError(ConformanceReport(repr(self.kernel), self.device, tuple(results), (), versions()))
-        if results[-1].status == "refused":
-            pytest.skip(results[-1].text)
+        refused = self._refusal(conformance_case)
+        if refused:
+            pytest.skip(refused)
+
+    def test_drawn_cases(self) -> None:
+        """The kernel passes what Hypothesis draws, which shrinks a failure to a small case."""
+        import pytest
+
+        pytest.importorskip("hypothesis")
+        from hypothesis import given, settings
+
+        from qwenlinear.testing.strategies import kernel_cases
+
+        cases = kernel_cases(self.kernel, torch.device(self.device).type, self.heads)
+
+        @settings(max_examples=self.examples, deadline=None, database=None, derandomize=True)
+        @given(cases)
+        def passes(case: Case) -> None:
+            self._refusal(case)
+
+        passes()
+
+    def _refusal(self, case: Case) -> str:
+        """Run a case; why it was refused, or nothing."""
+        results = tuple(run_case(self.kernel, case, self.device))
+        if any(result.status == "failed" for result in results):
+            raise ConformanceError(ConformanceReport(repr(self.kernel), self.device, results, (), versions()))
+        return results[-1].text

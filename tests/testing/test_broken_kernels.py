@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from qwenlinear.testing import Case, ConformanceError, check_kernel
 
+from qwenlinear.testing import Case, ConformanceError, check_kernel
 from tests.testing.broken_kernels import BROKEN
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from qwenlinear.kernels import GatedDeltaKernel, KernelCapabilities, Tolerance, TorchKernel
 from qwenlinear.testing import ConformanceError, check_kernel, too_narrow
-
 from tests.testing.broken_kernels import wrong_gradient
 
 FULL = TorchKernel.capabilities
-FLAGS = {name for name in KernelCapabilities.__dataclass_fields__}
+FLAGS = set(KernelCapabilities.__dataclass_fields__)
 
 
 class Limited(TorchKernel):

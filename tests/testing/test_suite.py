@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from qwenlinear.kernels import AutoKernel, PackedSequences, TorchKernel
 from qwenlinear.testing import Case, ConformanceError, KernelConformance, check_kernel
 from qwenlinear.testing.cases import draw
@@ -16,7 +17,6 @@ from qwenlinear.testing.checks import CHECKS, reference_of
 from qwenlinear.testing.generate import generate, head_configurations
 from qwenlinear.testing.reference import token_by_token
 from qwenlinear.testing.running import compare, execution_of, relative_error, run
-
 from tests.testing.broken_kernels import BetaTwice, GradientOfGDropped, Raises, ScaleForgotten
 
 
@@ -136,7 +136,7 @@ def test_an_exception_from_the_kernel_is_a_failure() -> None:
 
 
 def test_a_dropped_gradient_is_named() -> None:
-    with pytest.raises(ConformanceError, match="gradient of g: .*gradient of g|no gradient comes back to g"):
+    with pytest.raises(ConformanceError, match="gradient of g: no gradient comes back to g"):
         check_kernel(GradientOfGDropped())
 
 
