@@ -152,13 +152,13 @@ def no_leak_in_200_cycles(rank: int, size: int) -> list[tuple[int, int]]:
     group = GuardedProcessGroup.new_group(backend="gloo", timeout=timedelta(seconds=20))
 
     def usage() -> tuple[int, int]:
-        gc.collect()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def settled() -> tuple[int, int]:
+        gc.collect()
         seen = usage()
         for _ in range(20):  # gloo's threads and sockets end a moment after the group
             time.sleep(0.05)
