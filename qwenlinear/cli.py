@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
 BENCHES: dict[str, tuple[str, str]] = {
-    "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: cost of a call, driver memory, out of memory"),
+    "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }
 
 

@@ -1,9 +1,9 @@
 """``qwenlinear bench guard``: what the memory guard costs, and what collectives take from the driver.
 
-Every row has bare, guarded, guarded with a check on each call, and a probe of everything before each call, interleaved in
-one process. With NCCL it also shows the driver's memory around first and later calls, and a communicator that meets a
-device whose memory is in PyTorch's cache. Every process has a time limit and is killed past it; a part that fails leaves
-its traceback in the results and the others go on.
+Every row has bare, guarded, guarded with a check on each call, and a probe of everything before each call,
+interleaved in one process. With NCCL it also shows the driver's memory around first and later calls, and a
+communicator that meets a device whose memory is in PyTorch's cache. Every process has a time limit and is
+killed past it; a part that fails leaves its traceback in the results and the others go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 
 from .guard_report import markdown, plot
 
-# Enough for a bare communicator of one rank to need more than a full device has left; the first is NCCL as it is.
+# Enough for a bare communicator of one rank to need more than a full device has left; the first is NCCL as it
+# is.
 OOM_ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"NCCL_BUFFSIZE": str(256 * 2**20), "NCCL_MIN_NCHANNELS": "32", "NCCL_MAX_NCHANNELS": "32"},
@@ -32,14 +33,22 @@ OOM_ENVIRONMENTS: tuple[dict[str, str], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--world-size", type=int, default=None, help="ranks; default: 2 for gloo, every GPU for nccl")
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=None, help="ranks; default: 2 for gloo, every GPU for nccl"
+    )
     parser.add_argument("--mib", type=float, default=1.0, help="data of each rank in MiB (default 1)")
-    parser.add_argument("--live", type=int, nargs="+", default=[0, 500, 4000], help="live tensors (default 0 500 4000)")
+    parser.add_argument(
+        "--live", type=int, nargs="+", default=[0, 500, 4000], help="live tensors (default 0 500 4000)"
+    )
     parser.add_argument("--rounds", type=int, default=16, help="rounds of interleaved batches (default 16)")
     parser.add_argument("--repeats", type=int, default=40, help="calls in a batch (default 40)")
     parser.add_argument("--only", nargs="+", default=[], help="collectives to time; default: all")
-    parser.add_argument("--limit", type=float, default=110.0, help="seconds that all of it may take (default 110)")
+    parser.add_argument(
+        "--limit", type=float, default=110.0, help="seconds that all of it may take (default 110)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for guard-BACKEND.json, .md and .png")
 
 
@@ -107,11 +116,13 @@ class _Bench:
                 self.results["errors"][f"{part}, expandable={expandable}, rank {rank}"] = text
 
     def out_of_memory(self) -> None:
-        """The same first collective bare and guarded, each in a fresh process; stop at the first that fails bare."""
+        """The first collective bare and guarded, each in a fresh process; stop when it fails bare."""
         for environment in OOM_ENVIRONMENTS:
             outcomes = []
             for guarded in (False, True):
-                (answer,) = self.launch(1, ["oom"], environment, guarded=guarded, environment=environment, limit=40.0)
+                (answer,) = self.launch(
+                    1, ["oom"], environment, guarded=guarded, environment=environment, limit=40.0
+                )
                 outcomes.append(answer["results"].get("oom", {"guarded": guarded, "outcome": "no result"}))
                 for part, text in answer["errors"].items():
                     self.results["errors"][f"{part}, guarded={guarded}, {environment}"] = text
@@ -149,7 +160,14 @@ class _Bench:
                 Path(f"{folder}/{rank}.config.json").write_text(json.dumps(config))
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "ignore", "-m", __package__ + ".guard_worker", f"{folder}/{rank}.config.json"],
+                        [
+                            sys.executable,
+                            "-W",
+                            "ignore",
+                            "-m",
+                            __package__ + ".guard_worker",
+                            f"{folder}/{rank}.config.json",
+                        ],
                         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings},
                     )
                 )
@@ -167,7 +185,11 @@ class _Bench:
             answers = []
             for rank in range(size):
                 out = Path(f"{folder}/{rank}.json")
-                answer = json.loads(out.read_text()) if out.exists() else {"results": {}, "errors": {"start": "no output"}}
+                answer = (
+                    json.loads(out.read_text())
+                    if out.exists()
+                    else {"results": {}, "errors": {"start": "no output"}}
+                )
                 if late:
                     answer["errors"]["limit"] = late
                 answers.append(answer)

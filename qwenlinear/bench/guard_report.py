@@ -20,24 +20,39 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         f"# Memory guard, {results['backend']}, {results['world_size']} rank(s)",
         "",
-        f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the fastest of the"
-        " interleaved batches of each side; *ratio* is guarded to bare, *median ratio* the same of the medians.",
+        f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the"
+        " fastest of each side's interleaved batches; *ratio*: guarded to bare, *median ratio*: of medians.",
         "",
         f"    {results['command']}",
     ]
     for expandable in (False, True):
-        rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
+        rows = [
+            r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"
+        ]
         if rows:
-            lines += ["", f"## Cost of a call{', expandable segments' if expandable else ''}", "", *_latency(rows)]
+            lines += [
+                "",
+                f"## Cost of a call{', expandable segments' if expandable else ''}",
+                "",
+                *_latency(rows),
+            ]
     for kind in ("fresh", "shared"):
         rows = [r for r in results["driver"] if r.get("communicator") == kind]
         if rows:
             head = ["collective", "first call MiB", "20 more MiB", "5 of eight times the data MiB"]
             body = [
-                [r["collective"], *(r.get(k, r.get("error", "")) for k in ("first_MiB", "later_MiB", "larger_MiB"))]
+                [
+                    r["collective"],
+                    *(r.get(k, r.get("error", "")) for k in ("first_MiB", "later_MiB", "larger_MiB")),
+                ]
                 for r in rows
             ]
-            lines += ["", f"## Taken from the driver, outside PyTorch's cache: {kind} communicator", "", *_table(head, body)]
+            lines += [
+                "",
+                f"## Taken from the driver, outside PyTorch's cache: {kind} communicator",
+                "",
+                *_table(head, body),
+            ]
     if results["oom"]:
         lines += ["", "## PyTorch's cache holds the device", "", *_oom(results["oom"])]
     for name, text in results["errors"].items():
@@ -46,7 +61,17 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _latency(rows: list[Row]) -> list[str]:
-    head = ["collective", "live tensors", "bare", "guarded", "added", "ratio", "median ratio", "forced check adds", "probe everything adds"]
+    head = [
+        "collective",
+        "live tensors",
+        "bare",
+        "guarded",
+        "added",
+        "ratio",
+        "median ratio",
+        "forced check adds",
+        "probe everything adds",
+    ]
     body = []
     for r in rows:
         if "error" in r:
@@ -63,7 +88,15 @@ def _latency(rows: list[Row]) -> list[str]:
 
 
 def _oom(rows: list[Row]) -> list[str]:
-    head = ["side", "environment", "driver free before MiB", "cached before", "driver free after", "cached after", "first collective"]
+    head = [
+        "side",
+        "environment",
+        "driver free before MiB",
+        "cached before",
+        "driver free after",
+        "cached after",
+        "first collective",
+    ]
     body = []
     for r in rows:
         before, after = r.get("before", {}), r.get("after", {})
@@ -99,13 +132,22 @@ def plot(results: dict[str, Any], path: Path) -> None:
     most = max(r["live"] for r in rows)
     rows = [r for r in rows if r["live"] == most and r["expandable"] is rows[0]["expandable"]]
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    sides = {"bare": "bare", "guarded": "guarded", "forced": "guarded, check forced", "baseline": "probe everything"}
+    sides = {
+        "bare": "bare",
+        "guarded": "guarded",
+        "forced": "guarded, check forced",
+        "baseline": "probe everything",
+    }
     for i, (key, label) in enumerate(sides.items()):
         axes.bar([x + 0.2 * i for x in range(len(rows))], [r[key] for r in rows], width=0.2, label=label)
-    axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
+    axes.set_xticks(
+        [x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right"
+    )
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}")
+    axes.set_title(
+        f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

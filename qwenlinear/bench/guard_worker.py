@@ -1,6 +1,7 @@
 """One rank of ``qwenlinear bench guard``: run as ``python -m qwenlinear.bench.guard_worker CONFIG.json``.
 
-It is a process of its own, because the allocator's settings, NCCL's and an exhausted device can't be undone in one.
+It is a process of its own, because the allocator's settings, NCCL's and an exhausted device can't be undone
+in one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from qwenlinear.distributed import Collective, CommMemoryPolicy, GuardedProcessGroup
 
-Call = Callable[[Any], None]
+Call = Callable[[Any], object]
 MIB = 2**20
 
 
@@ -35,7 +37,7 @@ def host_free_bytes() -> int:
 
 
 def probe_everything(device: torch.device) -> int:
-    """The baseline that the guard is measured against: every figure that a log line could want, before every call."""
+    """The baseline to measure against: every figure that a log line could want, before every call."""
     figures = [host_free_bytes()]
     if device.type == "cuda":
         figures += [torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]]
@@ -63,7 +65,7 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
     scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def coalesced(group: Any) -> None:
-        with dist._coalescing_manager(group=group):
+        with dist.distributed_c10d._coalescing_manager(group=group):
             for out in outs[:1] * 2:
                 dist.all_reduce(out, group=group)
 
@@ -86,7 +88,10 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
         to, of = (dist.get_rank() + 1) % size, (dist.get_rank() - 1) % size
 
         def exchange(group: Any) -> None:
-            ops = [dist.P2POp(dist.irecv, outs[0], of, group=group), dist.P2POp(dist.isend, part, to, group=group)]
+            ops = [
+                dist.P2POp(dist.irecv, outs[0], of, group=group),
+                dist.P2POp(dist.isend, part, to, group=group),
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
@@ -108,23 +113,27 @@ def _finish(device: torch.device) -> None:
 
 
 def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Time every collective bare, guarded, guarded with a check each time, and under the baseline, interleaved.
+    """Time every collective bare, guarded, guarded with a check each time, and under the baseline,
+    interleaved.
 
     Args:
         config: the worker's settings.
         device: of the tensors.
 
     Returns:
-        A row per collective and number of live tensors; times in microseconds, the fastest batch of each side.
+        A row per collective and number of live tensors; times in microseconds, the fastest batch of each
+        side.
     """
     size = dist.get_world_size()
-    inner = dist.new_group(list(range(size)))
+    inner: Any = dist.new_group(list(range(size)))
     probe = None if device.type == "cuda" else (lambda d: host_free_bytes())
     plain = CommMemoryPolicy()
-    groups = {
+    groups: dict[str, Any] = {
         "bare": inner,
         "guarded": GuardedProcessGroup.wrap(inner, plain),
-        "forced": GuardedProcessGroup.wrap(inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)),
+        "forced": GuardedProcessGroup.wrap(
+            inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)
+        ),
         "baseline": inner,
     }
     rows = []
@@ -143,7 +152,9 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     return rows
 
 
-def _one(name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
+def _one(
+    name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]
+) -> dict[str, Any]:
     def once(variant: str) -> None:
         if variant == "baseline":
             probe_everything(device)
@@ -170,28 +181,33 @@ def _one(name: str, call: Call, groups: dict[str, Any], device: torch.device, co
                 once(variant)
             _finish(device)
             times[variant].append((time.perf_counter() - start) / repeats * 1e6)
-    # The fastest batch of each side: what else the machine does only ever adds. Rare checks are in the counters' table.
+    # The fastest batch of each side: what else the machine does only ever adds. Rare checks are in the
+    # counters' table.
     best = {variant: min(values) for variant, values in times.items()}
     result: dict[str, Any] = {variant: round(value, 3) for variant, value in best.items()}
     for variant in ("guarded", "forced", "baseline"):
         result[f"{variant}_added"] = round(best[variant] - best["bare"], 3)
         result[f"{variant}_ratio"] = round(best[variant] / best["bare"], 4)
-    result["guarded_median_ratio"] = round(statistics.median(times["guarded"]) / statistics.median(times["bare"]), 4)
+    result["guarded_median_ratio"] = round(
+        statistics.median(times["guarded"]) / statistics.median(times["bare"]), 4
+    )
     return result
 
 
 def driver_memory(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """Read the driver's memory around the first and the later calls of each collective.
 
-    "fresh" rows give each collective a new communicator, "shared" rows take one communicator for all in turn, so that
-    what a collective adds to a communicator that exists already is seen. Growth on later calls speaks against an allow list.
+    "fresh" rows give each collective a new communicator, "shared" rows take one communicator for all in turn,
+    so that what a collective adds to a communicator that exists already is seen. Growth on later calls speaks
+    against an allow list.
 
     Args:
         config: the worker's settings.
         device: a CUDA device.
 
     Returns:
-        A row per collective: MiB taken from the driver by the first call, 20 more, and 5 with eight times the data.
+        A row per collective: MiB taken from the driver by the first call, 20 more, and 5 with eight times the
+        data.
     """
 
     def used() -> int:
@@ -212,7 +228,7 @@ def driver_memory(config: dict[str, Any], device: torch.device) -> list[dict[str
                     for _ in range(repeats):
                         calls(group)
                     marks.append(used())
-                deltas = [round((b - a) / MIB, 2) for a, b in zip(marks, marks[1:], strict=False)]
+                deltas = [round((b - a) / MIB, 2) for a, b in pairwise(marks)]
                 row.update(zip(("first_MiB", "later_MiB", "larger_MiB"), deltas, strict=True))
             except Exception as caught:
                 row["error"] = f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
@@ -235,11 +251,16 @@ def out_of_memory(config: dict[str, Any], device: torch.device) -> dict[str, Any
     x = torch.ones(config["bytes"] // 4, device=device)
     group = GuardedProcessGroup.wrap() if config["guarded"] else None
     held: list[torch.Tensor] = []
-    for block in (2**30, 128 * MIB, 20 * MIB, 2**20):  # the last fills 2 MiB segments of the pool for small tensors
+    for block in (
+        2**30,
+        128 * MIB,
+        20 * MIB,
+        2**20,
+    ):  # the last fills 2 MiB segments of the pool for small tensors
         try:
             while True:
                 held.append(torch.empty(block, dtype=torch.uint8, device=device))
-        except torch.cuda.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:  # noqa: PERF203
             continue
     del held
     result: dict[str, Any] = {"guarded": config["guarded"], "environment": config["environment"]}
@@ -281,7 +302,7 @@ def main(path: str) -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             results["device"] = torch.cuda.get_device_name(device)
-        store = dist.FileStore(config["store"], size)
+        store = torch._C._distributed_c10d.FileStore(config["store"], size)
         dist.init_process_group(
             config["backend"], store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
