@@ -7,7 +7,9 @@ import importlib
 from collections.abc import Sequence
 
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
-BENCHES: dict[str, tuple[str, str]] = {}
+BENCHES: dict[str, tuple[str, str]] = {
+    "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
+}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
 """One canonical name per collective, and every spelling that PyTorch has for it.
 
-PyTorch renames collectives: what a user calls ``all_gather_into_tensor`` reaches a process group as ``_allgather_base``
-(before 2.12), as ``all_gather_single`` (since), or, coalesced, as ``all_gather_single_coalesced``. A policy that is keyed
-on one spelling misses the others, so policies and counters speak of `Collective` only.
+PyTorch renames collectives: what a user calls ``all_gather_into_tensor`` reaches a process group as
+``_allgather_base`` (before 2.12), as ``all_gather_single`` (since), or, coalesced, as
+``all_gather_single_coalesced``. A policy that is keyed on one spelling misses the others, so policies and
+counters speak of `Collective` only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from enum import Enum
 
 
 class Collective(str, Enum):
-    """What a process group can be asked to do; the value is the name in ``torch.distributed`` where there is one.
+    """What a process group can be asked to do; the value is the name in ``torch.distributed`` where there is
+    one.
 
     Example:
         >>> Collective.parse("_allgather_base")
@@ -55,11 +57,12 @@ class Collective(str, Enum):
     def parse(cls, name: str | Collective) -> Collective:
         """Find the collective that a spelling stands for.
 
-        A group can't tell ``broadcast_object_list`` from ``broadcast`` nor ``isend`` from ``send``: such names parse to
-        the operation that carries their payload. Some have a second carrier; see `carriers`.
+        A group can't tell ``broadcast_object_list`` from ``broadcast`` nor ``isend`` from ``send``: such
+        names parse to the operation that carries their payload. Some have a second carrier; see `carriers`.
 
         Args:
-            name: a spelling in ``torch.distributed`` or on ``ProcessGroup`` of PyTorch 2.8 to 2.15, or a `Collective`.
+            name: a spelling in ``torch.distributed`` or on ``ProcessGroup`` of PyTorch 2.8 to 2.15, or a
+                `Collective`.
 
         Returns:
             The collective.
@@ -71,13 +74,15 @@ class Collective(str, Enum):
 
     @classmethod
     def carriers(cls, name: str | Collective) -> tuple[Collective, ...]:
-        """Find all operations that a group sees when a name is called, the one that carries the payload first.
+        """Find all operations that a group sees when a name is called, the one that carries the payload
+        first.
 
         Args:
             name: as for `parse`.
 
         Returns:
-            One collective, or two where the name needs two (sizes first, then the payload; or a send and a receive).
+            One collective, or two where the name needs two (sizes first, then the payload; or a send and a
+            receive).
 
         Raises:
             ValueError: if no PyTorch calls a collective so.
@@ -127,7 +132,8 @@ METHODS: dict[str, Collective] = {
     "monitored_barrier": Collective.MONITORED_BARRIER,
 }
 
-# Further names in `torch.distributed`: other spellings, then functions that are carried by operations of other names.
+# Further names in `torch.distributed`: other spellings, then functions that are carried by operations of
+# other names.
 _FUNCTIONS: dict[str, tuple[Collective, ...]] = {
     "_all_gather_base": (Collective.ALL_GATHER_INTO_TENSOR,),
     "_broadcast_coalesced": (Collective.BROADCAST,),
@@ -163,7 +169,9 @@ def parse_names(names: Iterable[str | Collective], argument: str) -> frozenset[C
         ValueError: for an unknown name, or for one string where a collection is needed.
     """
     if isinstance(names, str):
-        raise ValueError(f"{argument} needs a collection of names, got the string {names!r}; write [{names!r}]")
+        raise ValueError(
+            f"{argument} needs a collection of names, got the string {names!r}; write [{names!r}]"
+        )
     try:
         return frozenset(carrier for name in names for carrier in Collective.carriers(name))
     except ValueError as error:

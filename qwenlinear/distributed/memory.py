@@ -1,7 +1,8 @@
-"""The check before a collective: read the free memory, and give PyTorch's cache back where there is too little.
+"""The check before a collective: read the free memory, and give PyTorch's cache back where there is too
+little.
 
-Everything here is local to one rank and stays so: what is read can differ between ranks, so it may only lead to work
-that no other rank has to match. A collective is never skipped, refused or delayed on a peer's behalf.
+Everything here is local to one rank and stays so: what is read can differ between ranks, so it may only lead
+to work that no other rank has to match. A collective is never skipped, refused or delayed on a peer's behalf.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from .policy import CommMemoryPolicy
 
 logger = logging.getLogger(__name__)
 
-# A shortage that can't be dealt with now (a point-to-point operation, work in flight) is looked at again after this
-# many seconds, or after the policy's interval if that is shorter.
+# A shortage that can't be dealt with now (a point-to-point operation, work in flight) is looked at again
+# after this many seconds, or after the policy's interval if that is shorter.
 RETRY_SECONDS = 0.01
 BACKOFF_FIRST_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 64.0
@@ -37,7 +38,8 @@ def driver_free_bytes(device: torch.device) -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Say whether the current stream is recording a CUDA graph, when neither the driver nor the cache may be touched.
+    """Say whether the current stream is recording a CUDA graph, when neither the driver nor the cache may be
+    touched.
 
     Args:
         device: any device.
@@ -90,12 +92,13 @@ class Check:
 
 
 class MemoryMonitor:
-    """Applies one policy's memory settings to one group: when the next check is due, and the back-off of reclaims.
+    """Applies one policy's memory settings to one group: when the next check is due, and the back-off of
+    reclaims.
 
-    A reclaim that leaves less free than wanted is followed by a pause, 1 s at first, doubled each time up to 64 s. So is
-    one that did help but has to be repeated at the very next check of a timed collective: a healthy job refills its
-    cache, and emptying it every second would be the slowness that this guard exists to avoid. A check that finds enough
-    memory ends both.
+    A reclaim that leaves less free than wanted is followed by a pause, 1 s at first, doubled each time up to
+    64 s. So is one that did help but has to be repeated at the very next check of a timed collective: a
+    healthy job refills its cache, and emptying it every second would be the slowness that this guard exists
+    to avoid. A check that finds enough memory ends both.
 
     Args:
         policy: the policy.
@@ -133,7 +136,7 @@ class MemoryMonitor:
         result.probed = True
         self.next_due = time.monotonic() + self.policy.interval
         if free is not None and free < self.policy.min_free_bytes:
-            if blocked() or is_capturing(device):
+            if is_capturing(device) or blocked():  # in this order: during capture no event may be queried
                 self.next_due = time.monotonic() + min(self.policy.interval, RETRY_SECONDS)
             elif self._may_reclaim(first, timed):
                 result.reclaimed = self._reclaim(device)

@@ -1,4 +1,4 @@
-"""Which collectives have been started and may still wait for a peer: while there are any, nothing may wait for the device."""
+"""Which collectives may still wait for a peer: while there are any, nothing may wait for the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 class PendingWorks:
     """The works of one group on one type of device that may be incomplete.
 
-    A reclaim waits for the device. If it waited for a collective that needs a peer, and that peer needs something that
-    this rank starts afterwards, both would hang. What can't do harm are operations that precede the next one on its own
-    stream anyway: synchronous ones on the current stream, and asynchronous ones that were waited for. So there remain
-    works that somebody still holds and that aren't complete, and other streams.
+    A reclaim waits for the device. If it waited for a collective that needs a peer, and that peer needs
+    something that this rank starts afterwards, both would hang. What can't do harm are operations that
+    precede the next one on its own stream anyway: synchronous ones on the current stream, and asynchronous
+    ones that were waited for. So there remain works that somebody still holds and that aren't complete, and
+    other streams.
 
-    On a CPU a work is held until it is complete: gloo keeps the tensors as long. On a GPU it is only watched, for a held
-    work would keep its output tensors from being reused. The price: a GPU work whose handle was dropped without waiting
-    is no longer seen. DDP's reducer does that; its buckets are started in one order on all ranks.
+    On a CPU a work is held until it is complete: gloo keeps the tensors as long. On a GPU it is only watched,
+    for a held work would keep its output tensors from being reused. The price: a GPU work whose handle was
+    dropped without waiting is no longer seen. DDP's reducer does that; its buckets are started in one order
+    on all ranks.
 
     Args:
         device_type: "cpu", "cuda", ...
@@ -32,15 +34,15 @@ class PendingWorks:
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
         self._works: deque[Work | weakref.ref[Work]] = deque()
-        self._streams: dict[int, torch.device] = {}
+        self._streams: dict[tuple[int, int], None] = {}  # (device index, CUDA's handle)
 
     def add(self, work: Work, *, hold: bool) -> None:
         """Watch a work that was just started.
 
         Args:
             work: what the inner group returned.
-            hold: whether to keep it alive until it is complete; only done on a CPU. False for what its caller waits for
-                at once and for point-to-point operations, which a dropped handle cancels.
+            hold: whether to keep it alive until it is complete; only done on a CPU. False for what its caller
+                waits for at once and for point-to-point operations, which a dropped handle cancels.
         """
         works = self._works
         # Oldest first, and no queries of a GPU's events on this path.
@@ -54,26 +56,22 @@ class PendingWorks:
             works.popleft()
         works.append(work if hold and not self._cuda else weakref.ref(work))
 
-    def add_stream(self, device: torch.device) -> None:
-        """Remember the current stream of a GPU, on which a synchronous collective was just put.
-
-        Args:
-            device: the collective's device.
-        """
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._streams[torch._C._cuda_getCurrentRawStream(index)] = device
+    def add_stream(self) -> None:
+        """Remember the current stream of the current GPU, on which a synchronous collective was just put."""
+        self._streams[_current_stream()] = None
 
     def any(self) -> bool:
-        """Say whether something is incomplete; asks every work, so it is for the rare moment before a reclaim."""
+        """Say whether something is incomplete; it asks every work, for the rare moment before a reclaim."""
         self._works = deque(entry for entry in self._works if _incomplete(entry))
         if self._works:
             return True
-        for raw, device in list(self._streams.items()):
-            index = torch.cuda.current_device() if device.index is None else device.index
-            if raw != torch._C._cuda_getCurrentRawStream(index):
-                if not torch.cuda.ExternalStream(raw, device=device).query():
+        for stream in list(self._streams):
+            if stream != _current_stream():
+                index, handle = stream
+                device = torch.device("cuda", index)
+                if not torch.cuda.ExternalStream(handle, device).query():  # type: ignore[no-untyped-call]
                     return True
-                del self._streams[raw]
+                del self._streams[stream]
         return False
 
     def wait(self) -> None:
@@ -92,6 +90,13 @@ class PendingWorks:
         """Forget everything."""
         self._works.clear()
         self._streams.clear()
+
+
+def _current_stream() -> tuple[int, int]:
+    index = (
+        torch._C._cuda_getDevice()
+    )  # the functions of torch.cuda would take as long as the rest of the guard
+    return index, torch._C._cuda_getCurrentRawStream(index)
 
 
 def _incomplete(entry: Work | weakref.ref[Work]) -> bool:

@@ -1,4 +1,4 @@
-"""`CommMemoryPolicy`: which collectives are checked for memory, how often, and what is done about a shortage."""
+"""`CommMemoryPolicy`: which collectives are checked for memory, how often, and what a shortage leads to."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ class Rule(Enum):
 
 @dataclass(frozen=True)
 class CommMemoryPolicy:
-    """When to check for memory before a collective, and how to get some; immutable, and shared by any number of groups.
+    """When to check for memory before a collective, and how to get some; immutable, and shared by any number
+    of groups.
 
-    NCCL allocates outside PyTorch's caching allocator, at the first use of a communicator and of some algorithms. Where
-    PyTorch's cache holds the device's memory, that allocation fails although most of the cache is free. A check reads the
-    driver's free memory and, if there is less than ``min_free_bytes``, gives the cache back to the driver.
+    NCCL allocates outside PyTorch's caching allocator, at the first use of a communicator and of some
+    algorithms. Where PyTorch's cache holds the device's memory, that allocation fails although most of the
+    cache is free. A check reads the driver's free memory and, if there is less than ``min_free_bytes``, gives
+    the cache back to the driver.
 
     Args:
         allow: names of collectives that are let through without a check after their first call on a group.
-        deny: names of collectives that are checked on every call; a name in both is denied. All other collectives are
-            checked on their first call, then at most once per ``interval`` and group. Any spelling of
-            ``torch.distributed`` or of ``ProcessGroup`` will do.
+        deny: names of collectives that are checked on every call; a name in both is denied. All other
+            collectives are checked on their first call, then at most once per ``interval`` and group. Any
+            spelling of ``torch.distributed`` or of ``ProcessGroup`` will do.
         min_free_bytes: bytes that the driver should have free before a collective; default 3 GiB.
-        interval: seconds between two checks of one group; default 1.0. 0 checks every call that isn't allowed.
-        probe: gives the free bytes of a device. The default asks the driver and nothing else, and is idle on a CPU,
-            during CUDA graph capture and inside a coalescing block. A probe that was passed is always asked.
-        reclaim: makes memory free on a device. The default is the caching allocator's ``empty_cache``, where it has
-            something to give back.
+        interval: seconds between two checks of one group; default 1.0. 0 checks every call that isn't
+            allowed.
+        probe: gives the free bytes of a device. The default asks the driver and nothing else, and is idle on
+            a CPU, during CUDA graph capture and inside a coalescing block. A probe that was passed is always
+            asked.
+        reclaim: makes memory free on a device. The default is the caching allocator's ``empty_cache``, where
+            it has something to give back.
 
     Raises:
         ValueError: for an unknown name, or a value out of range.
@@ -66,8 +70,14 @@ class CommMemoryPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", parse_names(self.allow, "allow"))
         object.__setattr__(self, "deny", parse_names(self.deny, "deny"))
-        if isinstance(self.min_free_bytes, bool) or not isinstance(self.min_free_bytes, int) or self.min_free_bytes < 0:
-            raise ValueError(f"min_free_bytes needs a whole number of bytes >= 0, got {self.min_free_bytes!r}")
+        if (
+            isinstance(self.min_free_bytes, bool)
+            or not isinstance(self.min_free_bytes, int)
+            or self.min_free_bytes < 0
+        ):
+            raise ValueError(
+                f"min_free_bytes needs a whole number of bytes >= 0, got {self.min_free_bytes!r}"
+            )
         number = isinstance(self.interval, (int, float)) and not isinstance(self.interval, bool)
         if not number or not math.isfinite(self.interval) or self.interval < 0:
             raise ValueError(f"interval needs a finite number of seconds >= 0, got {self.interval!r}")
@@ -81,11 +91,12 @@ class CommMemoryPolicy:
         """Allow the operations that profiling of training runs found not to grow memory in the steady state.
 
         They are all_gather_into_tensor, allgather_into_tensor_coalesced, barrier, broadcast_object_list,
-        reduce_scatter_tensor, all_to_all_single, isend and irecv. A group only sees what carries them, so three let more
-        through than they say: broadcast_object_list is a ``broadcast``, thus every broadcast is allowed; isend and irecv
-        are ``send`` and ``recv``, thus all point-to-point operations are, batched ones and object lists included.
-        First calls are checked all the same. What stays on the interval: all_reduce, all_gather, reduce, gather,
-        scatter, reduce_scatter, all_to_all and the other coalesced operations.
+        reduce_scatter_tensor, all_to_all_single, isend and irecv. A group only sees what carries them, so
+        three let more through than they say: broadcast_object_list is a ``broadcast``, thus every broadcast
+        is allowed; isend and irecv are ``send`` and ``recv``, thus all point-to-point operations are, batched
+        ones and object lists included. First calls are checked all the same. What stays on the interval:
+        all_reduce, all_gather, reduce, gather, scatter, reduce_scatter, all_to_all and the other coalesced
+        operations.
 
         Returns:
             The policy, with the defaults for all else.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from . import registration
-from .collectives import METHODS, Collective
+from .collectives import Collective
 from .memory import MemoryMonitor, is_capturing
+from .methods import ClassOnly, Suspended, Unusable, device_of, install_methods
 from .pending import PendingWorks
 from .policy import CommMemoryPolicy, Rule
 from .registration import Recipe
-from .stats import CollectiveStats, table
+from .stats import CollectiveStats, Tally, table
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import ProcessGroup, Work
@@ -40,54 +39,17 @@ logger = logging.getLogger(__name__)
 live_guards: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
 
 
-@dataclass
-class _Tally:
-    """Mutable counters of one collective; `+=` on an attribute isn't interrupted by another thread in CPython."""
-
-    rule: Rule
-    seen: set[str] = field(default_factory=set)  # device types whose first call was checked
-    calls: int = 0
-    checks: int = 0
-    reclaims: int = 0
-    bytes_given_back: int = 0
-    seconds: float = 0.0
-
-    def freeze(self) -> CollectiveStats:
-        return CollectiveStats(self.calls, self.checks, self.reclaims, self.bytes_given_back, self.seconds)
-
-
-class _Unusable:
-    """Takes the inner group's place while there is none, so that the hot path needs no test."""
-
-    def __init__(self, reason: str, kept: object = None) -> None:
-        self.reason, self.kept = reason, kept
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(self.reason)
-
-
-class _ClassOnly:
-    """A class method that instances don't have: c10d takes a default group's ``new_group`` for a hook of its own."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__doc__ = function, function.__doc__
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        if instance is not None:
-            raise AttributeError("new_group is called on the class GuardedProcessGroup")
-        return self.function.__get__(owner, type(owner))  # type: ignore[no-any-return]
-
-
 class GuardedProcessGroup(ProcessGroup):
     """A process group that guards another one against running out of device memory in a collective.
 
-    It is made by `wrap` or `new_group` and passed wherever a group, a ``process_group`` or a mesh is taken. Every
-    collective, by whichever spelling and from Python or C++, passes the policy's check and then goes to the inner group
-    unchanged; the inner group's ``Work`` is what comes back. Groups that PyTorch derives from a guard (``split_group``, a
-    flattened mesh) are plain ones: guards don't spread. C++ paths that can't be overridden raise, for a guard has no
-    backend of its own that they could use behind its back.
+    It is made by `wrap` or `new_group` and passed wherever a group, a ``process_group`` or a mesh is taken.
+    Every collective, by whichever spelling and from Python or C++, passes the policy's check and then goes to
+    the inner group unchanged; the inner group's ``Work`` is what comes back. Groups that PyTorch derives from
+    a guard (``split_group``, a flattened mesh) are plain ones: guards don't spread. C++ paths that can't be
+    overridden raise, for a guard has no backend of its own that they could use behind its back.
 
-    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` doesn't group the operations of any group that isn't exactly a
+    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` doesn't group the operations of any group that isn't exactly
+    a
     ``ProcessGroup``: give pipelines on NCCL the `inner` group there.
 
     Example:
@@ -100,8 +62,10 @@ class GuardedProcessGroup(ProcessGroup):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None) -> None:
-        super().__init__(inner.rank(), inner.size())
+    def __init__(
+        self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None
+    ) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._inner: Any = inner
         self._policy = policy if policy is not None else CommMemoryPolicy()
         self._recipe = recipe
@@ -112,18 +76,19 @@ class GuardedProcessGroup(ProcessGroup):
         self._coalescing = False
         self._lock = threading.RLock()
         self._monitor = MemoryMonitor(self._policy)
-        self._tallies = {c: _Tally(self._policy.rule(c)) for c in Collective}
+        self._tallies = {c: Tally(self._policy.rule(c)) for c in Collective}
         self._devices: list[torch.device] = list(inner._device_types)
         types = [device.type for device in self._devices]
         self._pending = {kind: PendingWorks(kind) for kind in types}
         # One type of device: known beforehand. gloo claims "cuda" too; without CUDA only the CPU is left.
-        if len(types) > 1 and not torch.backends.cuda.is_built():
+        if len(types) > 1 and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             types = ["cpu"] if "cpu" in types else types
         self._device = torch.device(types[0]) if len(types) == 1 else None
         self._probe_always = self._policy.probe is not None
         live_guards.add(self)
 
-    # --- making one -----------------------------------------------------------------------------------------------
+    # --- making one
+    # -----------------------------------------------------------------------------------------------
 
     @classmethod
     def wrap(
@@ -149,15 +114,17 @@ class GuardedProcessGroup(ProcessGroup):
         if not isinstance(inner, ProcessGroup):
             raise ValueError(f"a ProcessGroup that this rank is a member of is needed, got {inner!r}")
         if not registration.is_registered(inner):
-            raise ValueError("the group is unknown to torch.distributed (destroyed, or never registered there)")
+            raise ValueError(
+                "the group is unknown to torch.distributed (destroyed, or never registered there)"
+            )
         guard = cls(inner, policy)
         name = registration.free_name(f"guard/{inner.group_name}")
         registration.register_guard(guard, dist.get_process_group_ranks(inner), name)
         return guard
 
-    @_ClassOnly
+    @ClassOnly
     def new_group(
-        cls: type[GuardedProcessGroup],
+        cls: type[GuardedProcessGroup],  # noqa: N805
         ranks: Sequence[int] | None = None,
         policy: CommMemoryPolicy | None = None,
         backend: str = "nccl",
@@ -177,7 +144,8 @@ class GuardedProcessGroup(ProcessGroup):
             timeout: of the operations; None means PyTorch's default for the backend.
             pg_options: options of the backend; None means its defaults.
             group_desc: a description for logs.
-            device_id: connect at once, on this device. None (default) connects at the first collective, after its check.
+            device_id: connect at once, on this device. None (default) connects at the first collective, after
+                its check.
 
         Returns:
             The guard, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that isn't in ``ranks``.
@@ -187,7 +155,7 @@ class GuardedProcessGroup(ProcessGroup):
             ValueError: for ranks that are doubled, out of range or none.
         """
         world = registration.default_group()
-        members = _members(ranks, world.size())
+        members = registration.members(ranks, world.size())
         if world.rank() not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         limit = timeout if timeout is not None else registration.default_timeout(backend)
@@ -201,7 +169,8 @@ class GuardedProcessGroup(ProcessGroup):
             guard._set_group_desc(group_desc)
         return guard
 
-    # --- what a user asks -----------------------------------------------------------------------------------------
+    # --- what a user asks
+    # -----------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> CommMemoryPolicy:
@@ -215,7 +184,7 @@ class GuardedProcessGroup(ProcessGroup):
         Raises:
             RuntimeError: while there is none (suspended, destroyed, in a forked child).
         """
-        if isinstance(self._inner, _Unusable):
+        if isinstance(self._inner, Unusable):
             raise RuntimeError(self._inner.reason)
         inner: ProcessGroup = self._inner
         return inner
@@ -237,16 +206,17 @@ class GuardedProcessGroup(ProcessGroup):
         return f"{self!r}\n{self._policy.describe()}\n{table(self.stats())}"
 
     def __repr__(self) -> str:
-        state = f", {self._inner.reason}" if isinstance(self._inner, _Unusable) else ""
+        state = f", {self._inner.reason}" if isinstance(self._inner, Unusable) else ""
         return f"GuardedProcessGroup(name={self._name!r}, rank={self.rank()}, size={self.size()}{state})"
 
-    # --- the path of a collective ---------------------------------------------------------------------------------
+    # --- the path of a collective
+    # ---------------------------------------------------------------------------------
 
     def _run(self, method: str, collective: Collective, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = getattr(self._inner, method)
         tally = self._tallies[collective]
         tally.calls += 1
-        device = self._device or _device_of(args, kwargs)
+        device = self._device or device_of(args, kwargs)
         if self._probe_always or device.type == "cuda":
             rule = tally.rule
             due = rule is Rule.ALWAYS or (rule is Rule.TIMED and time.monotonic() >= self._monitor.next_due)
@@ -261,7 +231,7 @@ class GuardedProcessGroup(ProcessGroup):
             raise
         return work
 
-    def _check(self, tally: _Tally, collective: Collective, device: torch.device) -> None:
+    def _check(self, tally: Tally, collective: Collective, device: torch.device) -> None:
         if not self._probe_always and (self._coalescing or is_capturing(device)):
             return  # idle, and the first call is still to be checked
         with self._lock:
@@ -278,7 +248,12 @@ class GuardedProcessGroup(ProcessGroup):
             tally.seconds += result.seconds
 
     def _watch(
-        self, work: Work, collective: Collective, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        work: Work,
+        collective: Collective,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         options = kwargs["opts"] if "opts" in kwargs else (args[-1] if args else None)
         pending = self._pending.get(device.type)
@@ -287,9 +262,10 @@ class GuardedProcessGroup(ProcessGroup):
         if getattr(options, "asyncOp", True):
             pending.add(work, hold=not collective.is_point_to_point)
         elif device.type == "cuda":
-            pending.add_stream(device)
+            pending.add_stream()
         else:
-            # The caller waits next. Waiting here lets a failure be annotated, and costs nothing: it's complete then.
+            # The caller waits next. Waiting here lets a failure be annotated, and costs nothing: it's
+            # complete then.
             work.wait()
 
     def _in_flight(self, device: torch.device) -> bool:
@@ -303,10 +279,11 @@ class GuardedProcessGroup(ProcessGroup):
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:  # Python 3.10 has no notes: keep it where 3.11 does, and log it so that somebody sees it
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]
+            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]
             logger.error(note)
 
-    # --- coalescing: what is between the two belongs to one operation ------------------------------------------------
+    # --- coalescing: what is between the two belongs to one operation
+    # ------------------------------------------------
 
     def _start_coalescing(self, device_type: torch.device) -> None:
         self._inner._start_coalescing(device_type)
@@ -323,10 +300,11 @@ class GuardedProcessGroup(ProcessGroup):
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
 
-    # --- what torch.distributed asks ------------------------------------------------------------------------------
+    # --- what torch.distributed asks
+    # ------------------------------------------------------------------------------
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # a NewType of str
         """The guard's own name; the inner group keeps its."""
         return self._name
 
@@ -369,18 +347,19 @@ class GuardedProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by ``destroy_process_group``: the guard ends, and with it a group that it owns."""
-        inner, self._inner = self._inner, _Unusable(f"the guarded group {self._name!r} was destroyed")
+        inner, self._inner = self._inner, Unusable(f"the guarded group {self._name!r} was destroyed")
         for pending in self._pending.values():
             pending.clear()
-        if self._recipe is not None and not isinstance(inner, _Unusable):
+        if self._recipe is not None and not isinstance(inner, Unusable):
             registration.destroy(inner)
 
-    # --- suspending -------------------------------------------------------------------------------------------------
+    # --- suspending
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def is_suspended(self) -> bool:
         """Whether the group is suspended."""
-        return isinstance(self._inner, _Suspended)
+        return isinstance(self._inner, Suspended)
 
     def suspend(self) -> None:
         """Destroy the inner group's communicators so that their memory goes back; twice is harmless.
@@ -396,17 +375,19 @@ class GuardedProcessGroup(ProcessGroup):
         inner = self.inner
         for pending in self._pending.values():
             pending.wait()
-        if "cuda" in self._pending and torch.cuda.is_initialized():
+        if "cuda" in self._pending and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._timeouts = registration.backend_timeouts(inner)
-        self._inner = _Suspended(f"the guarded group {self._name!r} is suspended; call resume() before using it")
+        self._inner = Suspended(
+            f"the guarded group {self._name!r} is suspended; call resume() before using it"
+        )
         registration.destroy(inner)
 
     def resume(self) -> None:
         """Make the inner group again with every argument it had; twice is harmless.
 
-        All members have to call it. gloo, and NCCL with a ``device_id``, connect at once and wait for each other: resume
-        several groups by `resume_all`, which takes them in one order on all ranks.
+        All members have to call it. gloo, and NCCL with a ``device_id``, connect at once and wait for each
+        other: resume several groups by `resume_all`, which takes them in one order on all ranks.
 
         Raises:
             RuntimeError: on a wrapped group.
@@ -432,120 +413,4 @@ class GuardedProcessGroup(ProcessGroup):
         return self._recipe
 
 
-class _Suspended(_Unusable):
-    pass
-
-
-def _members(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    members = tuple(sorted(range(world_size) if ranks is None else ranks))
-    if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world_size:
-        raise ValueError(f"ranks needs distinct ranks from 0 to {world_size - 1}, at least one; got {ranks!r}")
-    return members
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Find the device of a call's first tensor, or the one a barrier names; the CPU if there is none."""
-    for value in (*args, *kwargs.values()):
-        while isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, torch.Tensor):
-            return value.device
-        device = getattr(value, "device", None)
-        if isinstance(device, torch.device):
-            return device
-    return torch.device("cpu")
-
-
-def _hide_from_compiler(function: Callable[..., Any]) -> None:
-    """Keep TorchDynamo from compiling a frame and what it calls; DDP's C++ calls us while its hook is active.
-
-    ``torch.compiler.disable`` does it too, but imports the compiler and costs more per call than all of the guard.
-    """
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and don't inline it
-
-
-def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
-    def call(self: GuardedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._run(method, collective, args, kwargs)
-
-    _hide_from_compiler(call)
-    return call
-
-
-def _delegated(method: str) -> Callable[..., Any]:
-    def call(self: GuardedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._inner, method)(*args, **kwargs)
-
-    return call
-
-
-def _refused(method: str) -> Callable[..., Any]:
-    def call(self: GuardedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group")
-
-    return call
-
-
-# Queries and settings that the inner group answers. abort, too, on a group that isn't owned: whoever aborts through
-# the guard wants its collectives to end.
-DELEGATED = frozenset(
-    {
-        "_add_ephemeral_timeout",
-        "_backend_id",
-        "_enable_collectives_timing",
-        "_get_backend",
-        "_get_backend_name",
-        "_get_sequence_number_for_group",
-        "_has_hooks",
-        "_register_on_completion_hook",
-        "_set_sequence_number_for_group",
-        "_wait_for_pending_works",
-        "abort",
-        "get_backend",
-        "get_group_store",
-        "merge_remote_group",
-        "name",
-        "register_abort_hook",
-        "register_post_hook",
-        "register_pre_hook",
-        "set_timeout",
-        "split_group",
-        "supports_reconfigure",
-        "supports_window",
-        "unregister_abort_hook",
-        "unregister_post_hook",
-        "unregister_pre_hook",
-        "use_pg_for_symm_mem_rendezvous",
-    }
-)
-# What would give C++ a backend behind the guard's back, change its membership, or communicate outside collectives.
-REFUSED = frozenset({"_register_backend", "_set_default_backend", "get_reconfigure_handle", "new_window", "reconfigure"})
-
-for _name in dir(ProcessGroup):
-    if _name in METHODS:
-        setattr(GuardedProcessGroup, _name, _guarded(_name, METHODS[_name]))
-    elif _name in DELEGATED:
-        setattr(GuardedProcessGroup, _name, _delegated(_name))
-    elif _name in REFUSED:
-        setattr(GuardedProcessGroup, _name, _refused(_name))
-
-
-def _invalidate_after_fork() -> None:
-    """The threads behind a group don't exist in a forked child; say so instead of hanging there."""
-    for guard in list(live_guards):
-        guard._lock = threading.RLock()
-        # Kept: tearing the group down would wait for the threads that are gone.
-        guard._inner = _Unusable(f"the guarded group {guard._name!r} can't be used in a forked process", guard._inner)
-
-
-os.register_at_fork(after_in_child=_invalidate_after_fork)
-
-
-def owned_guards() -> Iterator[GuardedProcessGroup]:
-    """Go through the process's guards that own their group and aren't destroyed, in the same order on every rank."""
-    owned = [g for g in live_guards if g._recipe is not None and (g.is_suspended or not isinstance(g._inner, _Unusable))]
-    return iter(sorted(owned, key=lambda g: g._order))
+install_methods(GuardedProcessGroup, ProcessGroup)

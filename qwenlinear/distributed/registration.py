@@ -1,10 +1,11 @@
 """How groups become known to ``torch.distributed``: the one module that touches the inside of c10d.
 
-A guard is made by the backend that `register` adds through ``Backend.register_backend``, PyTorch's extension point for
-foreign process groups. The groups themselves are then made by c10d's own helper and not by ``dist.new_group``, which
-names a group by a counter that all ranks have to advance together. Wrapping and resuming concern the members only, and a
-counter that ran ahead on them (it does from 2.14 on, in ``use_local_synchronization`` too) would give the next group
-different names on different ranks: a hang. Here the name follows from the members and is the same on all of them.
+A guard is made by the backend that `register` adds through ``Backend.register_backend``, PyTorch's extension
+point for foreign process groups. The groups themselves are then made by c10d's own helper and not by
+``dist.new_group``, which names a group by a counter that all ranks have to advance together. Wrapping and
+resuming concern the members only, and a counter that ran ahead on them (it does from 2.14 on, in
+``use_local_synchronization`` too) would give the next group different names on different ranks: a hang. Here
+the name follows from the members and is the same on all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 BACKEND = "qwenlinear_guard"
 
-# How many groups of the same members this process has made, per default group: it starts anew with a new world.
+# How many groups of the same members this process has made, per default group: it starts anew with a new
+# world.
 _made: weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
@@ -71,6 +73,20 @@ def default_timeout(backend: str) -> timedelta:
     return timeout
 
 
+def members(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    """Validate and sort the ranks of a new group; None means all.
+
+    Raises:
+        ValueError: for ranks that are doubled, out of range or none.
+    """
+    found = tuple(sorted(range(world_size) if ranks is None else ranks))
+    if not found or len(set(found)) != len(found) or found[0] < 0 or found[-1] >= world_size:
+        raise ValueError(
+            f"ranks needs distinct ranks from 0 to {world_size - 1}, at least one; got {ranks!r}"
+        )
+    return found
+
+
 def register_guard(guard: ProcessGroup, ranks: Sequence[int], name: str) -> None:
     """Make a guard known to ``torch.distributed``, without any communication.
 
@@ -89,8 +105,8 @@ def build(recipe: Recipe, name: str) -> ProcessGroup:
 
     Args:
         recipe: what to make.
-        name: a name that is the same on all members and was never used before in this world: the backends leave their
-            addresses in the store under it.
+        name: a name that is the same on all members and was never used before in this world: the backends
+            leave their addresses in the store under it.
 
     Returns:
         The group.
@@ -98,7 +114,8 @@ def build(recipe: Recipe, name: str) -> ProcessGroup:
     world = default_group()
     rank = recipe.ranks.index(world.rank())
     bound = world.bound_device_id
-    # c10d splits the communicator of a bound default group, in which ranks that aren't members have to join in.
+    # c10d splits the communicator of a bound default group, in which ranks that aren't members have to join
+    # in.
     with _unbound(world):
         inner = _make(
             name,
@@ -152,6 +169,23 @@ def free_name(stem: str) -> str:
     """Number a name so that no group has it."""
     taken = set(_c10d()._world.pg_names.values())
     return next(name for name in (f"{stem}/{i}" for i in range(len(taken) + 1)) if name not in taken)
+
+
+def backend_timeouts(group: ProcessGroup) -> dict[str, timedelta]:
+    """Read the timeout of each device's backend, which may have been changed since the group was made."""
+    found = {}
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
+            found[device.type] = group._get_backend(device).options._timeout
+    return found
+
+
+def restore_timeouts(group: ProcessGroup, timeouts: dict[str, timedelta]) -> None:
+    """Give the backends of a rebuilt group the timeouts that the old ones had last."""
+    for device, timeout in timeouts.items():
+        backend: Any = group._get_backend(torch.device(device))
+        if backend.options._timeout != timeout:
+            backend._set_default_timeout(timeout)
 
 
 def _make(
@@ -209,25 +243,3 @@ def _c10d() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d
-
-
-def backend_timeouts(group: ProcessGroup) -> dict[str, timedelta]:
-    """Read the timeout of each device's backend, which may have been changed since the group was made."""
-    found = {}
-    for device in group._device_types:
-        with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
-            found[device.type] = group._get_backend(device).options._timeout
-    return found
-
-
-def restore_timeouts(group: ProcessGroup, timeouts: dict[str, timedelta]) -> None:
-    """Give the backends of a rebuilt group the timeouts that the old ones had last."""
-    for device, timeout in timeouts.items():
-        backend = group._get_backend(torch.device(device))
-        if backend.options._timeout != timeout:
-            _set_timeout(backend)(timeout)
-
-
-def _set_timeout(backend: Any) -> Callable[[timedelta], None]:
-    setter: Callable[[timedelta], None] = backend._set_default_timeout
-    return setter

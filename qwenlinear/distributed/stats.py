@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .collectives import Collective
+from .policy import Rule
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class CollectiveStats:
     seconds: float = 0.0
 
 
+@dataclass
+class Tally:
+    """Mutable counters of one collective; CPython doesn't switch threads inside `+=` on an attribute."""
+
+    rule: Rule
+    seen: set[str] = field(default_factory=set)  # device types whose first call was checked
+    calls: int = 0
+    checks: int = 0
+    reclaims: int = 0
+    bytes_given_back: int = 0
+    seconds: float = 0.0
+
+    def freeze(self) -> CollectiveStats:
+        return CollectiveStats(self.calls, self.checks, self.reclaims, self.bytes_given_back, self.seconds)
+
+
 def table(stats: Mapping[Collective, CollectiveStats]) -> str:
     """Lay counters out in columns.
 
@@ -42,6 +59,9 @@ def table(stats: Mapping[Collective, CollectiveStats]) -> str:
         rows.append((str(collective), str(s.calls), str(s.checks), str(s.reclaims), back, spent))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     )

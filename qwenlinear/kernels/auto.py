@@ -80,13 +80,13 @@ class AutoKernel(GatedDeltaKernel):
         self, ask: Callable[[GatedDeltaKernel], tuple[Refusal, ...]]
     ) -> tuple[GatedDeltaKernel | None, tuple[Refusal, ...]]:
         """The first candidate with nothing to refuse, or None and what all of them say."""
-        refused: list[Refusal] = []
+        refused: list[tuple[GatedDeltaKernel, tuple[Refusal, ...]]] = []
         for candidate in self.candidates:
             refusals = ask(candidate)
             if not refusals:
                 return candidate, ()
-            refused += [r if r.kernel else replace(r, kernel=repr(candidate)) for r in refusals]
-        return None, tuple(refused)
+            refused.append((candidate, refusals))
+        return None, tuple(r if r.kernel else replace(r, kernel=repr(kernel)) for kernel, rs in refused for r in rs)
 
     def _missing(self, device: torch.device | str) -> tuple[Refusal, ...]:
         return self._first_without(lambda candidate: candidate._missing(device))[1]
@@ -111,7 +111,8 @@ class AutoKernel(GatedDeltaKernel):
         lines = [f"  {form}: {'no candidate runs it' if chosen is None else f'goes to {chosen!r}'}"]
         for candidate in self.candidates:
             first, *rest = candidate._explain(inputs, form)
-            note = "" if candidate is chosen or "refused" in first else ", but comes later"
+            later = candidate is not chosen and not candidate._all_refusals(inputs, form)
+            note = ", but comes later" if later else ""
             lines += [f"    {candidate!r}{first.strip().removeprefix(form)}{note}", *(f"  {line}" for line in rest)]
         return lines
 

@@ -38,6 +38,7 @@ class FLAKernel(GatedDeltaKernel):
     The call runs `chunk_gated_delta_rule`; `step` runs `fused_recurrent_gated_delta_rule`, which has no gradients. FLA's
     dispatcher hands the chunked form to FlashQLA where that is installed; its own function is taken from behind the
     dispatcher, so this kernel is FLA's code everywhere. FLA is imported at the first call that nothing else refuses.
+    Before a CUDA graph is captured, run the call once with the same :class:`PackedSequences`.
 
     Args:
         hardware: reads what a device is; None reads this machine. Tests pass a fake.

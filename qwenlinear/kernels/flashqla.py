@@ -27,7 +27,8 @@ class FlashQLAKernel(GatedDeltaKernel):
 
     K = V = 128, float16 or bfloat16, compute capability 9.0, 10.0, 10.3, 12.0 or 12.1, chunked form only: as the only
     kernel of a layer it decodes through chunks, slowly; ``AutoKernel([FlashQLAKernel(), FLAKernel()])`` decodes well.
-    Hardware and versions are checked before the package is imported, which itself raises without such a GPU.
+    Hardware and versions are checked before the package is imported, which itself raises without such a GPU. Before a
+    CUDA graph is captured, run the call once with the same :class:`PackedSequences` (the library asserts it).
 
     Its own q/k normalisation is not used: it goes through torch.compile, a compiler run at the first call. Where
     ``use_qk_l2norm_in_kernel`` is asked for, q and k are normalised before the kernel.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from qwenlinear.kernels.capabilities import KernelCapabilities
 from qwenlinear.kernels.inputs import DeltaRuleInputs
@@ -41,6 +43,28 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class _L2Norm(torch.autograd.Function):
+    """`l2norm` that keeps, for its backward pass, the answer (which a kernel keeps anyway) and one float32 factor a row.
+
+    Autograd's own would keep float32 copies of q and k, in training a good part of a layer's memory.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() + eps)
+        y = torch.mul(x, factor, out=torch.empty_like(x))  # widened element by element, rounded once
+        ctx.save_for_backward(y, factor)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        y, factor = ctx.saved_tensors
+        along = (gradient.to(factor.dtype) * y).sum(-1, keepdim=True)
+        return ((gradient - y * along) * factor).to(y.dtype), None
 
 
 def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[Lowering]:
@@ -132,7 +156,8 @@ def _restore_empty(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
 
 
 def _normalise(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
-    return replace(inputs, q=l2norm(inputs.q), k=l2norm(inputs.k), use_qk_l2norm_in_kernel=False)
+    q, k = (cast(Tensor, _L2Norm.apply(x, 1e-6)) for x in (inputs.q, inputs.k))
+    return replace(inputs, q=q, k=k, use_qk_l2norm_in_kernel=False)
 
 
 def _repeat_heads(inputs: DeltaRuleInputs) -> DeltaRuleInputs:

@@ -39,6 +39,7 @@ class GatedDeltaNet(nn.Module, ABC):
         ValueError: a config or a kernel that is none.
     """
 
+    kernel: GatedDeltaKernel
     conv1d: ShortConvolution
     norm: GatedRMSNorm
     out_proj: nn.Linear
@@ -98,7 +99,8 @@ class GatedDeltaNet(nn.Module, ABC):
             cache: goes on from its states and leaves the new ones there; default None for sequences that start and end
                 here. One token without gradients runs the kernel's recurrent form where it declares one.
             attention_mask: ``[B, T or longer]`` any dtype, nonzero for real tokens, the last T columns count; default
-                None. Padding may lie at the left, the right, or fill a row; its output is zero. Not with ``cu_seqlens``.
+                None. Padding may lie at the left, the right, or fill a row, not between real tokens (checked on the CPU);
+                its output is zero. Not with ``cu_seqlens``.
 
         Returns:
             ``[B, T, hidden_size]``.

@@ -30,7 +30,7 @@ class Case:
         boundaries: how they are handed over: ``"object"`` (a PackedSequences), ``"int32"`` or ``"int64"`` (a tensor).
         pieces: lengths in tokens of the calls that a sequence is split into, for the check ``"resume"``.
         gates: which log-decays: ``"none"``, ``"usual"``, ``"weak"``, ``"strong"``, ``"mixed"`` or ``"reset"``.
-        beta: which write strengths: ``"usual"``, ``"ones"`` or ``"ends"`` (0 and 1 among them).
+        beta: which write strengths: ``"usual"``, ``"ones"``, ``"zeros"`` or ``"ends"`` (0 and 1 among them).
         beta_dtype: dtype of beta; empty for that of q.
         scale: factor on q; None for ``K**-0.5``.
         initial_state: whether the sequences start from a random state.
@@ -245,6 +245,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 _BETAS: dict[str, Callable[[Tensor], Tensor]] = {
     "usual": lambda u: 0.05 + 0.9 * u,
     "ones": torch.ones_like,
+    "zeros": torch.zeros_like,
     "ends": lambda u: (3 * u - 1).clamp(0, 1),
 }
 

@@ -61,12 +61,13 @@ def generate(
     capabilities = kernel.capabilities
     configurations = heads or head_configurations(capabilities, device_type)
     dtypes = [name for name in _FLOATS if getattr(torch, name) in capabilities.dtypes]
-    forms: list[Form] = [form for form in ("chunk", "step") if getattr(capabilities, form)]  # type: ignore[misc]
+    forms: list[Form] = [form for form in ("chunk", "step") if getattr(capabilities, form)]
     for dtype in dtypes:
         for form in forms:
-            yield from _Generator(capabilities, configurations, dtype, form).all()
-    for form in forms if dtypes else []:  # what does not depend on the dtype, once
-        yield from _Generator(capabilities, configurations, dtypes[0], form).once(packings)
+            generator = _Generator(capabilities, configurations, dtype, form)
+            yield from generator.all()
+            if dtype == dtypes[0]:
+                yield from generator.once(packings)
 
 
 class _Generator:
@@ -92,6 +93,7 @@ class _Generator:
 
     def all(self) -> Iterator[Case]:
         """The cases of every dtype."""
+        yield self.base.but(topic="tolerances", check="tolerances")
         yield from self.features()
         yield from self.gradient_cases()
         full = self.full
@@ -105,6 +107,7 @@ class _Generator:
             yield full.but(topic=f"{layout} inputs", layout=layout)
         yield full.but(topic="scratch memory filled with NaN", scratch=True, T=70)
         yield full.but(topic="repeated calls", check="repeat", T=100)
+        yield full.but(topic="repeated calls without gradients", check="repeat", grad="", T=10)
         yield full.but(topic="sequences kept apart", check="isolation", B=3, T=40)
         if self.capabilities.initial_state and self.capabilities.final_state:
             yield from self.resumed()
@@ -128,8 +131,11 @@ class _Generator:
         if self.capabilities.initial_state:
             yield self.base.but(topic="initial state", initial_state=True)
             yield self.base.but(topic="no token", T=0, **self.states)
+            yield self.base.but(
+                topic="tokens that neither decay nor write", gates="none", beta="zeros", T=5, **self.states
+            )
         other = "float32" if self.base.dtype in ("bfloat16", "float16") else "bfloat16"
-        yield self.full.but(topic=f"beta in {other}", beta_dtype=other)
+        yield self.full.but(topic=f"beta in {other}", beta_dtype=other, grad="")
         yield self.full.but(topic="without gradients", mode="no_grad", grad="")
         yield self.full.but(topic="inference mode", mode="inference", grad="")
 
@@ -142,6 +148,9 @@ class _Generator:
             yield plain.but(topic=f"gradient of {name}", heads=self.plain, grad=name, **self.states)
         yield plain.but(topic="gradients without states")
         yield plain.but(topic="gradients through the normalisation", l2norm=True, T=20)
+        for beta_dtype in ("float32", "bfloat16"):
+            if beta_dtype != self.base.dtype:
+                yield plain.but(topic=f"gradients with beta in {beta_dtype}", beta_dtype=beta_dtype)
         if self.capabilities.final_state and self.capabilities.state_backward:
             yield plain.but(topic="gradients of the final state alone", final_state=True, loss="state")
             yield plain.but(topic="gradients of the output beside a final state", final_state=True, loss="output")
@@ -179,7 +188,7 @@ class _Generator:
             yield full.but(topic="chunked, then step by step", check="handover", T=68, pieces=(65, 1, 1, 1), grad=grad)
 
     def once(self, packings: int) -> Iterator[Case]:
-        """What does not depend on the dtype."""
+        """What does not depend on the dtype, asked with the first."""
         for H, HV, K, V in self.sizes:
             yield self.full.but(topic=f"head sizes K={K} V={V}", heads=(H, HV, K, V), T=70, B=1)
         if self.base.form == "chunk":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -58,16 +58,16 @@ def check_kernel(
     where = torch.device(device)
     if cases is None:
         cases = generate(kernel, where.type, None if heads is None else tuple(heads), packings)
-        narrow = _too_narrow(kernel, where) if where.type == "cpu" else iter(())
+        look_wider = where.type == "cpu"  # elsewhere an undeclared call may break the device for the whole process
     else:
-        narrow = iter(())
+        look_wider = False
     results: list[CaseResult] = []
     for case in cases:
         results += run_case(kernel, case, where)
         if first_failure and results[-1].status == "failed":
             break
-    failed = any(result.status == "failed" for result in results)
-    remarks = () if failed and first_failure else tuple(narrow)
+    stopped = first_failure and results and results[-1].status == "failed"
+    remarks = too_narrow(kernel, where) if look_wider and not stopped else ()
     report = ConformanceReport(repr(kernel), str(device), tuple(results), remarks, versions())
     if not report.passed:
         raise ConformanceError(report)
@@ -113,7 +113,7 @@ def _beyond_declared(kernel: GatedDeltaKernel, error: UnsupportedCall, device: t
     return any(refusal.code not in _DECLARED_CODES for refusal in error.refusals)
 
 
-_DECLARED_CODES = frozenset({"form", "dtype", "initial_state", "final_state", "packed", "state_backward"})
+_DECLARED_CODES = frozenset({"form", "initial_state", "final_state", "packed", "state_backward"})
 
 
 def versions() -> dict[str, str]:
@@ -124,16 +124,31 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _too_narrow(kernel: GatedDeltaKernel, device: torch.device) -> Iterator[str]:
-    """Capabilities that aren't declared and yet pass: each is declared on a copy of the kernel, and the cases are run on that."""
-    declared = list(generate(kernel, device.type, packings=0)) if kernel.capabilities.dtypes else []
+def too_narrow(kernel: GatedDeltaKernel, device: torch.device | str = "cpu") -> tuple[str, ...]:
+    """Capabilities that are not declared and yet work: each is declared on a copy of the kernel, and cases are run on that.
+
+    Args:
+        kernel: the kernel.
+        device: where; default ``"cpu"``. On a GPU an undeclared call may break the process.
+
+    Returns:
+        One remark a capability, for example ``"packed (8 cases pass)"``.
+
+    Example:
+        >>> too_narrow(TorchKernel())
+        ()
+    """
+    return tuple(_narrow(kernel, torch.device(device)))
+
+
+def _narrow(kernel: GatedDeltaKernel, device: torch.device) -> Iterator[str]:
+    if "capabilities" in vars(kernel):
+        return  # a composite, which answers from its candidates
+    declared = list(generate(kernel, device.type, packings=0))
     for text, fields in widened(kernel.capabilities, device.type):
         twin: Any = copy.copy(kernel)
-        try:
-            twin.capabilities = replace(kernel.capabilities, **fields)
-            twin.tolerances = {**TorchKernel.tolerances, **kernel.tolerances}
-        except AttributeError:
-            return  # a composite that answers from its candidates
+        twin.capabilities = replace(kernel.capabilities, **fields)
+        twin.tolerances = {**TorchKernel.tolerances, **kernel.tolerances}
         cases = _cases_of(next(iter(fields)), declared, list(generate(twin, device.type, packings=0)))
         chosen = cases[:: max(1, len(cases) // _NARROW_CASES)][:_NARROW_CASES]
         if chosen and all(run_case(twin, case, device)[-1].status == "passed" for case in chosen):
@@ -142,15 +157,15 @@ def _too_narrow(kernel: GatedDeltaKernel, device: torch.device) -> Iterator[str]
 
 def _cases_of(name: str, declared: list[Case], wider: list[Case]) -> list[Case]:
     """The cases that a capability decides about."""
-    lowered = {
-        "qk_l2norm": lambda case: case.l2norm,
+    lowered: dict[str, Callable[[Case], bool]] = {
+        "qk_l2norm": lambda case: bool(case.l2norm),
         "strided": lambda case: case.layout != "contiguous",
         "value_head_groups": lambda case: case.heads[1] > case.heads[0],
-        "empty_sequences": lambda case: case.lengths is not None and 0 in case.lengths and sum(case.lengths),
+        "empty_sequences": lambda case: case.lengths is not None and 0 in case.lengths and sum(case.lengths) > 0,
         "deterministic": lambda case: case.check == "repeat",
         "devices": lambda case: True,
     }
-    judged = [case for case in wider if case.check not in ("refused", "malformed")]
+    judged = [case for case in wider if case.check not in ("refused", "malformed", "tolerances")]
     if name in lowered:
         return [case for case in judged if lowered[name](case)]
     before = set(declared)
@@ -165,6 +180,7 @@ class KernelConformance:
         device: where; default ``"cpu"``.
         heads: as in :func:`check_kernel`.
         packings: as in :func:`check_kernel`.
+        examples: how many cases Hypothesis draws besides; default 100. Skipped where it is not installed.
 
     Example:
         >>> class TestMyKernel(KernelConformance):
@@ -175,6 +191,7 @@ class KernelConformance:
     device: ClassVar[str] = "cpu"
     heads: ClassVar[Sequence[Heads] | None] = None
     packings: ClassVar[int] = 1000
+    examples: ClassVar[int] = 100
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test a case."""
@@ -188,8 +205,31 @@ class KernelConformance:
         """The kernel passes the case; a refusal beyond its declared capabilities skips it, with the reason."""
         import pytest
 
-        results = run_case(self.kernel, conformance_case, self.device)
-        if results[-1].status == "failed":
-            raise ConformanceError(ConformanceReport(repr(self.kernel), self.device, tuple(results), (), versions()))
-        if results[-1].status == "refused":
-            pytest.skip(results[-1].text)
+        refused = self._refusal(conformance_case)
+        if refused:
+            pytest.skip(refused)
+
+    def test_drawn_cases(self) -> None:
+        """The kernel passes what Hypothesis draws, which shrinks a failure to a small case."""
+        import pytest
+
+        pytest.importorskip("hypothesis")
+        from hypothesis import given, settings
+
+        from qwenlinear.testing.strategies import kernel_cases
+
+        cases = kernel_cases(self.kernel, torch.device(self.device).type, self.heads)
+
+        @settings(max_examples=self.examples, deadline=None, database=None, derandomize=True)
+        @given(cases)
+        def passes(case: Case) -> None:
+            self._refusal(case)
+
+        passes()
+
+    def _refusal(self, case: Case) -> str:
+        """Run a case; why it was refused, or nothing."""
+        results = tuple(run_case(self.kernel, case, self.device))
+        if any(result.status == "failed" for result in results):
+            raise ConformanceError(ConformanceReport(repr(self.kernel), self.device, results, (), versions()))
+        return results[-1].text

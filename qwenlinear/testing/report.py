@@ -58,8 +58,10 @@ class ConformanceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether at least one case ran and none failed."""
-        return not self.failures and any(result.status == "passed" for result in self.results)
+        """Whether something ran and nothing failed; refusing every call that the suite measures is no way to pass."""
+        measured = any(result.status == "passed" and result.errors for result in self.results)
+        refused = any(result.status == "refused" for result in self.results)
+        return bool(self.results) and not self.failures and (measured or not refused)
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
@@ -126,7 +128,8 @@ class ConformanceReport:
 
     def _rows(self) -> Iterator[str]:
         worst = self.worst()
-        quantities = [name for name in QUANTITIES if any(key[2] == name for key in worst)]
+        found = {key[2] for key in worst}
+        quantities = [name for name in QUANTITIES if name in found] + sorted(found.difference(QUANTITIES))
         yield "| form, dtype | " + " | ".join(quantities) + " |"
         yield "| --- |" + " --- |" * len(quantities)
         for form, dtype in sorted({key[:2] for key in worst}):
@@ -163,5 +166,5 @@ class ConformanceError(AssertionError):
             lines += [f"  {failure.case!r}: {failure.text.splitlines()[0]}" for failure in failures[1:]]
         else:
             lines = [f"check_kernel({report.subject}, device={report.device!r})", "no case ran: every one was refused"]
-            lines += sorted({f"  {result.text}" for result in report.results})
+            lines += sorted({f"  {result.text}" for result in report.results if result.status == "refused"})
         super().__init__("\n".join([*lines, *(f"declared too narrow: {remark}" for remark in report.too_narrow)]))

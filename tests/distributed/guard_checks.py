@@ -328,7 +328,7 @@ def queries_never_probe(rank: int, size: int) -> int:
 
 
 def rules(rank: int, size: int) -> None:
-    """Allowed: first call only. Denied: every call. The rest: first calls, then once an interval for the whole group."""
+    """Allowed: first call only. Denied: every call. The rest: first calls, then once an interval."""
     policy, asked = counting_policy(allow=["all_gather_into_tensor"], deny=["broadcast"], interval=3600.0)
     guard = GuardedProcessGroup.wrap(policy=policy)
     x, out = torch.ones(2), torch.zeros(2 * size)
@@ -338,7 +338,12 @@ def rules(rank: int, size: int) -> None:
         dist.all_reduce(x, group=guard)
         dist.barrier(group=guard)
     checks = {str(c): (s.calls, s.checks) for c, s in guard.stats().items()}
-    assert checks == {"all_gather_into_tensor": (5, 1), "broadcast": (5, 5), "all_reduce": (5, 1), "barrier": (5, 1)}
+    assert checks == {
+        "all_gather_into_tensor": (5, 1),
+        "broadcast": (5, 5),
+        "all_reduce": (5, 1),
+        "barrier": (5, 1),
+    }
     assert len(asked) == 8
     short, _ = counting_policy(interval=0.05)
     guard = GuardedProcessGroup.wrap(policy=short)
@@ -348,7 +353,9 @@ def rules(rank: int, size: int) -> None:
         time.sleep(0.06)
     # Two first calls, then one check for each of the two further intervals.
     assert sum(s.checks for s in guard.stats().values()) == 4
-    both = GuardedProcessGroup.wrap(policy=policy.replace(allow=["broadcast"], deny=["broadcast_object_list"]))
+    both = GuardedProcessGroup.wrap(
+        policy=policy.replace(allow=["broadcast"], deny=["broadcast_object_list"])
+    )
     for _ in range(3):
         dist.broadcast(x, src=0, group=both)
     assert both.stats()["broadcast"].checks == 3
@@ -387,7 +394,8 @@ def reclaims_and_backs_off(rank: int, size: int) -> None:
     dist.all_reduce(x, group=guard)
     assert memory.reclaims == 2
 
-    # One rank always short, nothing to gain: it pauses for a second, then for two, and all ranks go on together.
+    # One rank always short, nothing to gain: it pauses for a second, then for two, and all ranks go on
+    # together.
     poor = Memory(free=GIB, cached=0) if rank == 0 else Memory(free=8 * GIB, cached=0)
     guard = GuardedProcessGroup.wrap(policy=poor.policy(deny=["all_reduce"]))
     for _ in range(50):
@@ -445,14 +453,19 @@ def raising_probe_and_reclaim(rank: int, size: int) -> None:
     assert "no such sensor" in str(log.records[0].exc_info[1])  # type: ignore[index]
     del log.records[:]
 
-    guard = GuardedProcessGroup.wrap(policy=CommMemoryPolicy(probe=lambda d: 0, reclaim=broken, deny=["all_reduce"]))
+    guard = GuardedProcessGroup.wrap(
+        policy=CommMemoryPolicy(probe=lambda d: 0, reclaim=broken, deny=["all_reduce"])
+    )
     for _ in range(3):
         dist.all_reduce(torch.ones(2), group=guard)
-    assert [r.getMessage() for r in log.records] == ["the memory reclaim raised; collectives go on without it (logged once)"]
+    assert [r.getMessage() for r in log.records] == [
+        "the memory reclaim raised; collectives go on without it (logged once)"
+    ]
     assert guard.stats()["all_reduce"].reclaims == 0
     # A probe that gives nonsense is a probe that raises.
     guard = GuardedProcessGroup.wrap(policy=CommMemoryPolicy(probe=lambda d: None, interval=0))  # type: ignore
     dist.all_reduce(torch.ones(2), group=guard)
+
     # An interrupt is nobody's failure: it goes through.
     def interrupted(device: torch.device) -> int:
         raise KeyboardInterrupt
@@ -474,7 +487,7 @@ def failing_collective_keeps_its_type_and_gains_a_note(rank: int, size: int) -> 
     for group in (dist.group.WORLD, guard):
         try:
             group.allgather([[bad[0]]], [torch.zeros(3, dtype=torch.int64)])  # wrong number, wrong type
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             errors.append(error)
     assert len(errors) == 2
     assert type(errors[0]) is type(errors[1])
@@ -488,9 +501,11 @@ def failing_collective_keeps_its_type_and_gains_a_note(rank: int, size: int) -> 
 
 
 def no_reclaim_while_something_is_in_flight(rank: int, size: int) -> None:
-    """Rank 0 starts an all_reduce that rank 1 joins late; until then a shortage on rank 0 reclaims nothing."""
+    """Rank 0 starts an all_reduce that rank 1 joins late; until then rank 0 reclaims nothing."""
     memory = Memory(free=GIB, cached=6 * GIB)
-    busy = GuardedProcessGroup.wrap(dist.new_group([0, 1]), memory.policy(deny=list(Collective), min_free_bytes=0))
+    busy = GuardedProcessGroup.wrap(
+        dist.new_group([0, 1]), memory.policy(deny=list(Collective), min_free_bytes=0)
+    )
     other = GuardedProcessGroup.wrap(dist.new_group([0, 1]), memory.policy(deny=list(Collective)))
     for held in (True, False):  # whether the caller keeps the work
         memory.free, memory.cached, memory.reclaims = GIB, 6 * GIB, 0
@@ -524,7 +539,7 @@ def no_reclaim_while_something_is_in_flight(rank: int, size: int) -> None:
 
 
 def receive_before_send_with_memory_short(rank: int, size: int) -> None:
-    """Both ranks post a receive, then send, always short of memory, with a reclaim that waits for what is in flight."""
+    """Both ranks receive, then send, always short, with a reclaim that waits for what is in flight."""
     guard: GuardedProcessGroup
     waited: list[Any] = []
 
@@ -551,7 +566,7 @@ def receive_before_send_with_memory_short(rank: int, size: int) -> None:
 
 
 def no_reclaim_inside_a_coalescing_block(rank: int, size: int) -> None:
-    """What is started between _start_coalescing and _end_coalescing is one operation: asked, but nothing is reclaimed."""
+    """What is inside a coalescing block is one operation: asked about, but nothing is reclaimed."""
     memory = Memory(free=GIB, cached=6 * GIB)
     guard = GuardedProcessGroup.wrap(policy=memory.policy(deny=list(Collective)))
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""The guard on real gloo worlds: equal results, the policy's schedule, and memory work that stays on its rank."""
+"""The guard on gloo worlds: equal results, the policy's schedule, memory work that stays on its rank."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ import pytest
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,7 +36,10 @@ def test_import_without_torch_distributed_and_a_clear_error_on_use() -> None:
         "resume_all()\n"
         "try:\n    GuardedProcessGroup.wrap()\nexcept RuntimeError as e:\n    print(e)"
     )
-    assert out.split("\n")[:2] == ["1.0", "an initialised torch.distributed is needed; call init_process_group first"]
+    assert out.split("\n")[:2] == [
+        "1.0",
+        "an initialised torch.distributed is needed; call init_process_group first",
+    ]
 
 
 @pytest.mark.parametrize("call", ["wrap()", "new_group([0])"])

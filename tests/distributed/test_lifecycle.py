@@ -47,7 +47,7 @@ def test_the_harness_kills_what_hangs() -> None:
 
 
 def test_the_harness_reports_a_failure_with_its_traceback() -> None:
-    with pytest.raises(AssertionError, match="rank 1: Traceback(.|\n)*the fault"):
+    with pytest.raises(AssertionError, match=r"rank 1: Traceback(.|\n)*the fault"):
         run_world(2, _fail)
 
 

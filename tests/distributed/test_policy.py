@@ -12,7 +12,12 @@ from qwenlinear.distributed import Collective, CommMemoryPolicy, Rule
 
 def test_defaults() -> None:
     policy = CommMemoryPolicy()
-    assert (policy.min_free_bytes, policy.interval, policy.probe, policy.reclaim) == (3 * 2**30, 1.0, None, None)
+    assert (policy.min_free_bytes, policy.interval, policy.probe, policy.reclaim) == (
+        3 * 2**30,
+        1.0,
+        None,
+        None,
+    )
     assert {policy.rule(c) for c in Collective} == {Rule.TIMED}
 
 
@@ -33,7 +38,9 @@ def test_a_name_with_two_carriers_allows_both() -> None:
 def test_unknown_names_raise_at_construction(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument}: .*'all_gather_into_tensr'"):
         CommMemoryPolicy(**{argument: ["all_reduce", "all_gather_into_tensr"]})
-    with pytest.raises(ValueError, match=f"{argument} needs a collection of names, got the string 'all_reduce'"):
+    with pytest.raises(
+        ValueError, match=f"{argument} needs a collection of names, got the string 'all_reduce'"
+    ):
         CommMemoryPolicy(**{argument: "all_reduce"})
 
 

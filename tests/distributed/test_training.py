@@ -1,4 +1,4 @@
-"""DDP, FSDP2, HSDP, DTensor, tensor parallelism, functional collectives and compilation: equal losses, counted calls."""
+"""DDP, FSDP2, HSDP, DTensor, tensor parallelism, functional collectives, compilation: equal losses."""
 
 from __future__ import annotations
 

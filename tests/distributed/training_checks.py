@@ -63,13 +63,15 @@ def ddp_compiled(groups: list[Any], rank: int) -> list[float]:
 
 
 def _mesh(groups: list[Any], size: int) -> DeviceMesh:
-    # DTensor caches by the mesh's ranks and names: two meshes in one process must differ in one of them, or the second
-    # gets the groups of the first.
+    # DTensor caches by the mesh's ranks and names: two meshes in one process must differ in one of them, or
+    # the second gets the groups of the first.
     kind = "guarded" if isinstance(groups[0], GuardedProcessGroup) else "bare"
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=(kind,))
     ranks = torch.arange(size).reshape(2, size // 2)
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=(f"{kind}_replicate", f"{kind}_shard"))
+    return DeviceMesh.from_group(
+        groups, "cpu", mesh=ranks, mesh_dim_names=(f"{kind}_replicate", f"{kind}_shard")
+    )
 
 
 def fsdp2(groups: list[Any], rank: int, compiled: bool = False) -> list[float]:
@@ -160,7 +162,12 @@ def train(rank: int, size: int, names: list[str]) -> dict[str, tuple[list[float]
     bare: list[Any] = [dist.new_group(world)]
     two_dims: list[Any] = []
     for rows in ([[i, i + size // 2] for i in range(size // 2)], [world[: size // 2], world[size // 2 :]]):
-        two_dims += [g for ranks in rows if rank in ranks for g in [dist.new_group(ranks, use_local_synchronization=True)]]
+        two_dims += [
+            g
+            for ranks in rows
+            if rank in ranks
+            for g in [dist.new_group(ranks, use_local_synchronization=True)]
+        ]
     report = {}
     for name in names:
         recipe = globals()[name.removesuffix("_2d")]

@@ -197,6 +197,18 @@ def test_a_rewritten_tensor_gives_its_values_at_call_time(kernel, dtype, inferen
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), BFLOAT16)
+def test_a_batch_seen_in_inference_mode_trains_later(kernel, dtype):
+    call = draw(dtype, T=sum(LENGTHS), N=len(LENGTHS), grad=True)
+    packed = PackedSequences.from_lengths(LENGTHS)
+    skip_where_refused(kernel, call, packed=packed)
+    with torch.inference_mode():
+        kernel(**call, cu_seqlens=packed)
+    first = with_gradients(kernel, call, cu_seqlens=packed)
+    fresh = with_gradients(kernel, call, cu_seqlens=PackedSequences.from_lengths(LENGTHS))
+    assert {name for name in first if not torch.equal(first[name], fresh[name])} == set()
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), BFLOAT16)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])
 def test_nothing_synchronises_once_a_batch_is_known(kernel, dtype, lengths):
     call = draw(dtype, T=320, N=1 if lengths is None else len(lengths), grad=True)

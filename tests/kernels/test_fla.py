@@ -278,15 +278,15 @@ def test_construction_and_unavailable_import_nothing(no_import):
 
 
 def test_an_installed_package_that_does_not_import_is_a_refusal_with_its_words(mocker):
+    kernel, call = FLAKernel(hardware=machine()), arguments()
     mocker.patch.object(importlib, "import_module", side_effect=ImportError("libcuda.so.1: no such file"))
-    kernel = FLAKernel(hardware=machine())
-    (refusal,) = kernel.refusals(**arguments())
+    (refusal,) = kernel.refusals(**call)
     assert refusal.code == "import"
     assert "libcuda.so.1: no such file" in refusal.got
     with pytest.raises(UnsupportedCall, match="libcuda"):
         kernel.require("cuda")
     with pytest.raises(UnsupportedCall, match="libcuda"):
-        kernel(**arguments())
+        kernel(**call)
 
 
 def test_explain_says_that_the_dispatcher_is_bypassed(fla):

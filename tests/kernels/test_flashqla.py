@@ -31,11 +31,12 @@ def codes(kernel, form="chunk", **more):
 @pytest.fixture
 def no_import(mocker):
     """Fails the test if FlashQLA or TileLang was imported."""
+    names = ("flash_qla", "tilelang")
+    before = {name for name in sys.modules if name.startswith(names)}
     spy = mocker.spy(importlib, "import_module")
     yield
-    names = ("flash_qla", "tilelang")
     assert [c.args[0] for c in spy.call_args_list if c.args[0].startswith(names)] == []
-    assert not [name for name in sys.modules if name.startswith(names)]
+    assert {name for name in sys.modules if name.startswith(names)} == before
 
 
 class HostFlashQLAKernel(FlashQLAKernel):
@@ -297,11 +298,11 @@ def test_construction_and_unavailable_import_nothing(no_import):
 
 def test_an_installed_package_that_does_not_import_is_a_refusal_with_its_words(mocker):
     words = "FlashQLA now support sm90 only. Found compute version: 8.0"
+    kernel, inputs = FlashQLAKernel(hardware=machine()), call()
     mocker.patch.object(importlib, "import_module", side_effect=ValueError(words))
-    kernel = FlashQLAKernel(hardware=machine())
-    (refusal,) = kernel.refusals(**call())
+    (refusal,) = kernel.refusals(**inputs)
     assert (refusal.code, refusal.got) == ("import", f"ValueError: {words}")
-    for failing in (lambda: kernel.require("cuda"), lambda: kernel(**call())):
+    for failing in (lambda: kernel.require("cuda"), lambda: kernel(**inputs)):
         with pytest.raises(UnsupportedCall, match="Found compute version"):
             failing()
 

@@ -354,6 +354,43 @@ def test_autocast(make_layer, recording_kernel) -> None:
     assert cache.conv_state.dtype == torch.float32
 
 
+def test_extreme_gates_through_a_layer(make_layer) -> None:
+    """cases.md 9: A_log = 100 with a near -200 and near +100, weak and strong decay side by side, against float64."""
+    exact, layer = make_layer(), make_layer()
+    for one in (exact, layer):
+        with torch.no_grad():
+            one.A_log.copy_(torch.tensor([100.0, 100.0, -100.0, 4.0]))
+            one.dt_bias.copy_(torch.tensor([-200.0, 100.0, 0.0, 20.0]))
+    layer.float()
+    x = rand(2, 70, 32)
+    exact_x, narrow_x = x.clone().requires_grad_(), x.float().requires_grad_()
+    want, got = exact(exact_x), layer(narrow_x)
+    assert want.isfinite().all()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    for a, b in zip(gradients(layer, [got.double()], [narrow_x]), gradients(exact, [want], [exact_x]), strict=True):
+        assert a.isfinite().all()
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-12
+
+
+@pytest.mark.parametrize("W", [1, 2, 6])
+def test_other_convolution_widths(layer_class, config, W) -> None:
+    layer = layer_class({**vars(config), "linear_conv_kernel_dim": W}, TorchKernel()).double()
+    x, cache = rand(2, 9, 32), GatedDeltaNetCache()
+    want = layer(x)
+    with torch.no_grad():
+        pieces = [layer(piece, cache=cache) for piece in x.split([5, 3, 1], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), want, **CLOSE)
+    assert cache.conv_state.shape == (2, 64, W - 1)
+    packed = layer(x[:1], torch.tensor([0, 4, 4, 9]), GatedDeltaNetCache())
+    torch.testing.assert_close(packed, torch.cat([layer(x[:1, :4]), layer(x[:1, 4:])], 1), **CLOSE)
+    mask, cache = torch.tensor([[0] * 4 + [1] * 5, [1] * 7 + [0] * 2]), GatedDeltaNetCache()
+    padded = layer(x, cache=cache, attention_mask=mask)
+    torch.testing.assert_close(padded[0, 4:], layer(x[:1, 4:])[0], **CLOSE)
+    torch.testing.assert_close(
+        layer(x[:, :1], cache=cache)[1], layer(torch.cat([x[1:, :7], x[1:, :1]], 1))[0, 7:], **CLOSE
+    )
+
+
 def test_repeated_runs_are_bitwise_equal(make_layer) -> None:
     layer, x = make_layer(dtype=torch.float32), rand(1, 12, 32, dtype=torch.float32, grad=True)
     cu = torch.tensor([0, 5, 12])

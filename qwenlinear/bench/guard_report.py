@@ -1,0 +1,154 @@
+"""The table and the plot of ``qwenlinear bench guard``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Lay the results out as a page.
+
+    Args:
+        results: what the benchmark found.
+
+    Returns:
+        Markdown.
+    """
+    lines = [
+        f"# Memory guard, {results['backend']}, {results['world_size']} rank(s)",
+        "",
+        f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the"
+        " fastest of each side's interleaved batches; *ratio*: guarded to bare, *median ratio*: of medians.",
+        "",
+        f"    {results['command']}",
+    ]
+    for expandable in (False, True):
+        rows = [
+            r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"
+        ]
+        if rows:
+            lines += [
+                "",
+                f"## Cost of a call{', expandable segments' if expandable else ''}",
+                "",
+                *_latency(rows),
+            ]
+    for kind in ("fresh", "shared"):
+        rows = [r for r in results["driver"] if r.get("communicator") == kind]
+        if rows:
+            head = ["collective", "first call MiB", "20 more MiB", "5 of eight times the data MiB"]
+            body = [
+                [
+                    r["collective"],
+                    *(r.get(k, r.get("error", "")) for k in ("first_MiB", "later_MiB", "larger_MiB")),
+                ]
+                for r in rows
+            ]
+            lines += [
+                "",
+                f"## Taken from the driver, outside PyTorch's cache: {kind} communicator",
+                "",
+                *_table(head, body),
+            ]
+    if results["oom"]:
+        lines += ["", "## PyTorch's cache holds the device", "", *_oom(results["oom"])]
+    for name, text in results["errors"].items():
+        lines += ["", f"## Failed: {name}", "", "```", text.rstrip(), "```"]
+    return "\n".join(lines)
+
+
+def _latency(rows: list[Row]) -> list[str]:
+    head = [
+        "collective",
+        "live tensors",
+        "bare",
+        "guarded",
+        "added",
+        "ratio",
+        "median ratio",
+        "forced check adds",
+        "probe everything adds",
+    ]
+    body = []
+    for r in rows:
+        if "error" in r:
+            body.append([r["collective"], r["live"], r["error"], "", "", "", "", "", ""])
+        else:
+            cells = [r["bare"], r["guarded"], r["guarded_added"]]
+            tail = [r["forced_added"], r["baseline_added"]]
+            body.append(
+                [r["collective"], r["live"], *(f"{v:.1f}" for v in cells)]
+                + [f"{r[key]:.3f}" for key in ("guarded_ratio", "guarded_median_ratio")]
+                + [f"{v:.1f}" for v in tail]
+            )
+    return _table(head, body)
+
+
+def _oom(rows: list[Row]) -> list[str]:
+    head = [
+        "side",
+        "environment",
+        "driver free before MiB",
+        "cached before",
+        "driver free after",
+        "cached after",
+        "first collective",
+    ]
+    body = []
+    for r in rows:
+        before, after = r.get("before", {}), r.get("after", {})
+        figures = [m.get(k, "") for m in (before, after) for k in ("driver_free_MiB", "reserved_MiB")]
+        environment = " ".join(f"{k}={v}" for k, v in r.get("environment", {}).items()) or "NCCL's defaults"
+        outcome = r["outcome"].splitlines()[0][:160].replace("|", "/")
+        body.append(["guarded" if r["guarded"] else "bare", environment, *figures, outcome])
+    return _table(head, body)
+
+
+def _table(head: list[str], body: list[list[Any]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *body]
+    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw what each side adds to a bare call, if matplotlib is installed.
+
+    Args:
+        results: what the benchmark found.
+        path: where the picture goes.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in results["latency"] if "bare" in r]
+    if not rows:
+        return
+    most = max(r["live"] for r in rows)
+    rows = [r for r in rows if r["live"] == most and r["expandable"] is rows[0]["expandable"]]
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    sides = {
+        "bare": "bare",
+        "guarded": "guarded",
+        "forced": "guarded, check forced",
+        "baseline": "probe everything",
+    }
+    for i, (key, label) in enumerate(sides.items()):
+        axes.bar([x + 0.2 * i for x in range(len(rows))], [r[key] for r in rows], width=0.2, label=label)
+    axes.set_xticks(
+        [x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right"
+    )
+    axes.set_ylabel("microseconds a call")
+    axes.set_yscale("log")
+    axes.set_title(
+        f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}"
+    )
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,145 @@
+"""The methods that a guard has because ``ProcessGroup`` has them: guarded, delegated or refused, each by its
+name.
+
+They are made for whatever the installed PyTorch calls them, both spellings where it has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .collectives import METHODS, Collective
+
+
+class Unusable:
+    """Takes the inner group's place while there is none, so that the hot path needs no test."""
+
+    def __init__(self, reason: str, kept: object = None) -> None:
+        self.reason, self.kept = reason, kept
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self.reason)
+
+
+class Suspended(Unusable):
+    """As `Unusable`, until the group is resumed."""
+
+
+class ClassOnly:
+    """A class method that instances lack: c10d takes a default group's ``new_group`` for its own hook."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        if instance is not None:
+            raise AttributeError("new_group is called on the class GuardedProcessGroup")
+        return self.function.__get__(owner, type(owner))  # type: ignore[no-any-return]
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Find the device of a call's first tensor, or the one a barrier names; the CPU if there is none."""
+    for value in (*args, *kwargs.values()):
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, torch.Tensor):
+            return value.device
+        device = getattr(value, "device", None)
+        if isinstance(device, torch.device):
+            return device
+    return torch.device("cpu")
+
+
+def _hide_from_compiler(function: Callable[..., Any]) -> None:
+    """Keep TorchDynamo from compiling a frame and what it calls; DDP's C++ calls us while its hook is active.
+
+    ``torch.compiler.disable`` does it too, but imports the compiler and costs more per call than all of the
+    guard.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and don't inline it
+
+
+def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(method, collective, args, kwargs)
+
+    _hide_from_compiler(call)
+    return call
+
+
+def _delegated(method: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._inner, method)(*args, **kwargs)
+
+    return call
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group"
+        )
+
+    return call
+
+
+# Queries and settings that the inner group answers. abort, too, on a group that isn't owned: whoever aborts
+# through the guard wants its collectives to end.
+DELEGATED = frozenset(
+    {
+        "_add_ephemeral_timeout",
+        "_backend_id",
+        "_enable_collectives_timing",
+        "_get_backend",
+        "_get_backend_name",
+        "_get_sequence_number_for_group",
+        "_has_hooks",
+        "_register_on_completion_hook",
+        "_set_sequence_number_for_group",
+        "_wait_for_pending_works",
+        "abort",
+        "get_backend",
+        "get_group_store",
+        "merge_remote_group",
+        "name",
+        "register_abort_hook",
+        "register_post_hook",
+        "register_pre_hook",
+        "set_timeout",
+        "split_group",
+        "supports_reconfigure",
+        "supports_window",
+        "unregister_abort_hook",
+        "unregister_post_hook",
+        "unregister_pre_hook",
+        "use_pg_for_symm_mem_rendezvous",
+    }
+)
+# What would give C++ a backend behind the guard's back, change its membership, or communicate outside
+# collectives.
+REFUSED = frozenset(
+    {"_register_backend", "_set_default_backend", "get_reconfigure_handle", "new_window", "reconfigure"}
+)
+
+
+def install_methods(guard: type, base: type) -> None:
+    """Give a guard class the methods that its base has in this PyTorch.
+
+    Args:
+        guard: the class, with ``_run``, ``_inner`` and ``_name``.
+        base: ``ProcessGroup``.
+    """
+    for name in dir(base):
+        if name in METHODS:
+            setattr(guard, name, _guarded(name, METHODS[name]))
+        elif name in DELEGATED:
+            setattr(guard, name, _delegated(name))
+        elif name in REFUSED:
+            setattr(guard, name, _refused(name))

@@ -1,0 +1,408 @@
+"""Kernels that are wrong on purpose, each in one way that some framework has been wrong, and what must be said of each.
+
+`BROKEN` maps a kernel to words that the first failure's message has to contain: the topic of a case, or the quantity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwenlinear.kernels import DeltaRuleInputs, GatedDeltaKernel, PackedSequences, TorchKernel
+from qwenlinear.kernels.lowering import Answer
+
+BROKEN: dict[type[GatedDeltaKernel], tuple[str, ...]] = {}
+
+
+def broken(*words: str) -> Callable[[type[GatedDeltaKernel]], type[GatedDeltaKernel]]:
+    """Register a kernel with the words that name its fault."""
+
+    def register(kernel: type[GatedDeltaKernel]) -> type[GatedDeltaKernel]:
+        BROKEN[kernel] = words
+        return kernel
+
+    return register
+
+
+class _Changed(TorchKernel):
+    """TorchKernel on other inputs, in both forms."""
+
+    def _before(self, inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+        return inputs
+
+    def _after(self, inputs: DeltaRuleInputs, answer: Answer) -> Answer:
+        return answer
+
+    def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
+        return self._after(inputs, super()._chunk(self._before(inputs)))
+
+    def _step(self, inputs: DeltaRuleInputs) -> Answer:
+        return self._after(inputs, super()._step(self._before(inputs)))
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def wrong_gradient(x: Tensor, factor: float) -> Tensor:
+    return _ScaleGradient.apply(x, factor)
+
+
+# ---- the seven that the issue names --------------------------------------------------------------------------------
+
+
+@broken("final state", "transposed")
+class StateTransposed(_Changed):
+    def _before(self, inputs):
+        state = inputs.initial_state
+        return inputs if state is None else replace(inputs, initial_state=self._flip(state))
+
+    def _after(self, inputs, answer):
+        return answer[0], None if answer[1] is None else self._flip(answer[1])
+
+    @staticmethod
+    def _flip(state):  # [N, HV, K, V] read as [N, HV, V, K]
+        return state.reshape(*state.shape[:2], state.shape[3], state.shape[2]).mT.contiguous()
+
+
+@broken("packed documents", "boundaries ignored")
+class BoundariesIgnored(_Changed):
+    def _chunk(self, inputs):
+        if inputs.packed is None:
+            return super()._chunk(inputs)
+        state = inputs.initial_state
+        whole = replace(inputs, cu_seqlens=None, initial_state=None if state is None else state[:1])
+        o, final = super()._chunk(whole)
+        return o, None if final is None else final.expand(inputs.N, -1, -1, -1).clone()
+
+
+@broken("write strength beta", "beta applied twice")
+class BetaTwice(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, beta=inputs.beta * inputs.beta)
+
+
+@broken("head groups", "tiled instead of repeated")
+class HeadGroupsTiled(_Changed):
+    def _before(self, inputs):
+        group = inputs.HV // inputs.H
+        return replace(inputs, q=inputs.q.repeat(1, 1, group, 1), k=inputs.k.repeat(1, 1, group, 1))
+
+
+@broken("scale", "scale ignored")
+class ScaleForgotten(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, scale=1.0)
+
+
+@broken("gradient of g")
+class GradientOfGDropped(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=inputs.g.detach())
+
+
+@broken("final state of an unfilled chunk")
+class FinalStateOfPaddedChunk(_Changed):
+    def _chunk(self, inputs):
+        if inputs.packed is not None:
+            return super()._chunk(inputs)
+        pad = -inputs.T % 64
+
+        def padded(x, value=0.0):
+            last = x[:, -1:] * value
+            return torch.cat([x, last.expand(-1, pad, *x.shape[2:])], 1)
+
+        more = {name: padded(getattr(inputs, name)) for name in ("q", "k", "v", "beta")}
+        o, final = super()._chunk(replace(inputs, g=padded(inputs.g, 1.0), **more))
+        return o[:, : inputs.T].clone(), final
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+@broken("decay", "wrong sign")
+class DecaySign(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=-inputs.g)
+
+
+@broken("decay", "base 2")
+class DecayInBaseTwo(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=inputs.g * 0.6931471805599453)
+
+
+@broken("decay", "after the write")
+class DecayAfterTheWrite(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=inputs.g.roll(1, 1))
+
+
+@broken("gates")
+class GatesClamped(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=inputs.g.clamp(min=-5.0))
+
+
+@broken("normalised q and k near zero")
+class NormWithoutEpsilon(_Changed):
+    def _before(self, inputs):
+        if not inputs.use_qk_l2norm_in_kernel:
+            return inputs
+        q, k = (torch.nn.functional.normalize(x.double(), dim=-1).to(x.dtype) for x in (inputs.q, inputs.k))
+        return replace(inputs, q=q, k=k, use_qk_l2norm_in_kernel=False)
+
+
+@broken("length 1")
+class SingleTokenWrong(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=torch.zeros_like(inputs.g)) if inputs.T == 1 else inputs
+
+
+@broken("length 127")
+class WrongBeyondTwoChunks(_Changed):
+    def _chunk(self, inputs):
+        o, final = super()._chunk(inputs)
+        if inputs.packed is None and 100 < inputs.T < 40_000:
+            o = torch.cat([o[:, :100], o[:, 100:] * 1.1], 1)
+        return o, final
+
+
+@broken("40000 tokens")
+class PositionsInSixteenBits(_Changed):
+    def _after(self, inputs, answer):
+        o = answer[0]
+        return (o if inputs.T < 32_768 else torch.cat([o[:, :32_767], o[:, 32_767:] * 0], 1)), answer[1]
+
+
+@broken("batch")
+class BatchReversed(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=inputs.g.flip(0)) if inputs.packed is None else inputs
+
+
+# ---- states --------------------------------------------------------------------------------------------------------
+
+
+@broken("packed", "initial state ignored")
+class PackedStateIgnored(_Changed):
+    def _before(self, inputs):
+        return inputs if inputs.packed is None else replace(inputs, initial_state=None)
+
+
+@broken("gradient of initial_state")
+class GradientOfStateMissing(_Changed):
+    def _before(self, inputs):
+        state = inputs.initial_state
+        return inputs if state is None else replace(inputs, initial_state=state.detach())
+
+
+@broken("gradient")
+class FinalStateDetached(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0], None if answer[1] is None else answer[1].detach()
+
+
+@broken("initial_state was written to")
+class StateUpdatedInPlace(_Changed):
+    def _after(self, inputs, answer):
+        if inputs.initial_state is not None and answer[1] is not None:
+            inputs.initial_state.data.copy_(answer[1])
+        return answer
+
+
+@broken("shares memory with initial_state")
+class StateAliasesInput(_Changed):
+    """Decoding without a write: where nothing decays and nothing is written the state is handed through."""
+
+    def _after(self, inputs, answer):
+        state = inputs.initial_state
+        if state is None or answer[1] is None or not torch.equal(state, answer[1]):
+            return answer
+        return answer[0], state.view_as(state)
+
+
+@broken("final state")
+class StateRoundedToSixteenBits(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0], None if answer[1] is None else answer[1].bfloat16().to(answer[1].dtype)
+
+
+@broken("TypeError", "final_state")
+class StateReturnedInSixteenBits(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0], None if answer[1] is None else answer[1].bfloat16()
+
+
+@broken("empty document")
+class EmptyDocumentLosesItsState(_Changed):
+    capabilities = replace(TorchKernel.capabilities, empty_sequences=True)
+
+    def _chunk(self, inputs):
+        packed = inputs.packed
+        if packed is None or packed.nonempty is packed:
+            return super()._chunk(inputs)
+        kept = torch.tensor([n for n, length in enumerate(packed.lengths) if length])
+        state = None if inputs.initial_state is None else inputs.initial_state[kept]
+        o, final = super()._chunk(replace(inputs, cu_seqlens=packed.nonempty, initial_state=state))
+        return o, None if final is None else final.new_zeros(inputs.N, *final.shape[1:]).index_copy(0, kept, final)
+
+    _step = _chunk  # type: ignore[assignment]
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@broken("gradient of k")
+class GroupGradientAveraged(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, k=wrong_gradient(inputs.k, inputs.H / inputs.HV))
+
+
+@broken("gradient of g")
+class GradientOfGSign(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=wrong_gradient(inputs.g, -1.0))
+
+
+@broken("gradient of q")
+class GradientForDefaultScaleOnly(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, q=wrong_gradient(inputs.q, inputs.K**-0.5 / inputs.scale))
+
+
+@broken("gradient of beta")
+class GradientOfBetaForLogits(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, beta=wrong_gradient(inputs.beta, 0.5))
+
+
+@broken("gradient of v")
+class GradientOfPackedTailMissing(_Changed):
+    def _before(self, inputs):
+        if inputs.packed is None or inputs.N < 2:
+            return inputs
+        v = inputs.v
+        return replace(inputs, v=torch.cat([v[:, :-1], v[:, -1:].detach()], 1))
+
+
+# ---- conduct -------------------------------------------------------------------------------------------------------
+
+
+@broken("q was written to")
+class ScalesInPlace(_Changed):
+    def _before(self, inputs):
+        q = inputs.q.detach().mul_(inputs.scale)
+        return replace(inputs, q=q + 0 * inputs.q, scale=1.0)
+
+
+@broken("repeated calls differ")
+class NotRepeatable(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0] * (1 + 1e-6 * torch.rand((), dtype=answer[0].dtype)), answer[1]
+
+
+@broken("a later call overwrote the output")
+class StaticOutput(_Changed):
+    def _after(self, inputs, answer):
+        buffers = self.__dict__.setdefault("buffers", {})
+        buffer = buffers.setdefault((answer[0].shape, answer[0].dtype), torch.empty_like(answer[0]).detach())
+        buffer.data.copy_(answer[0].detach())
+        return (buffer.view_as(buffer) if not inputs.needs_grad else answer[0]), answer[1]
+
+
+@broken("kept apart")
+class NaNLeaks(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0] + 0 * inputs.v.sum(), answer[1]
+
+
+@broken("error inf")  # at the first case whose scratch happens to hold NaN, at the latest the one that sees to it
+class ReadsScratch(_Changed):
+    def _after(self, inputs, answer):
+        return answer[0] + torch.empty_like(answer[0]).clamp(0, 0).detach(), answer[1]
+
+
+@broken("boundaries rewritten in place")
+class StaleBoundaries(TorchKernel):
+    def __call__(self, *args: Any, cu_seqlens: Any = None, **options: Any) -> Answer:
+        if isinstance(cu_seqlens, Tensor):
+            seen = self.__dict__.setdefault("seen", {})
+            known = seen.get(id(cu_seqlens))
+            if known is None or known[0] is not cu_seqlens:
+                known = seen[id(cu_seqlens)] = (cu_seqlens, PackedSequences.from_cu_seqlens(cu_seqlens))
+            cu_seqlens = known[1]
+        return super().__call__(*args, cu_seqlens=cu_seqlens, **options)
+
+
+@broken("300 packed documents")
+class DocumentsCountedInEightBits(_Changed):
+    def _before(self, inputs):
+        if inputs.N < 200 or inputs.packed is None:
+            return inputs
+        lengths = inputs.packed.lengths
+        return replace(
+            inputs,
+            cu_seqlens=PackedSequences.from_lengths(
+                [*lengths[:199], sum(lengths[199:]), *[0] * (inputs.N - 200)]
+            ).nonempty,
+            initial_state=None if inputs.initial_state is None else inputs.initial_state[:200],
+        )
+
+    def _after(self, inputs, answer):
+        if answer[1] is None or len(answer[1]) == inputs.N:
+            return answer
+        missing = answer[1].new_zeros(inputs.N - len(answer[1]), *answer[1].shape[1:])
+        return answer[0], torch.cat([answer[1], missing])
+
+
+@broken("inference mode")
+class NeedsAutograd(_Changed):
+    def _before(self, inputs):
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Inference tensors cannot be saved for backward")
+        return inputs
+
+
+@broken("strided")
+class AssumesContiguity(_Changed):
+    def _before(self, inputs):
+        strides = torch.empty(inputs.k.shape, device="meta").stride()
+        return replace(inputs, k=torch.as_strided(inputs.k, inputs.k.shape, strides))
+
+
+@broken("limit", "UnsupportedCall")
+class RefusesWithAnotherError(_Changed):
+    capabilities = replace(TorchKernel.capabilities, packed=False)
+
+    def __call__(self, *args: Any, **options: Any) -> Answer:
+        if options.get("cu_seqlens") is not None:
+            raise NotImplementedError("packed")
+        return super().__call__(*args, **options)
+
+
+@broken("RuntimeError: out of registers")
+class Raises(_Changed):
+    def _before(self, inputs):
+        raise RuntimeError("out of registers")
+
+
+@broken("refusals() says")
+class RefusesWhenCalled(TorchKernel):
+    def _chunk(self, inputs):
+        from qwenlinear.errors import Refusal, UnsupportedCall
+
+        if inputs.T > 2:
+            raise UnsupportedCall(repr(self), [Refusal("length", "T <= 2", str(inputs.T), "be brief")])
+        return super()._chunk(inputs)

@@ -1,0 +1,216 @@
+"""The suite itself: TorchKernel passes it, its cases can be rebuilt, its errors and reports say what they should."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qwenlinear.kernels import AutoKernel, PackedSequences, TorchKernel
+from qwenlinear.testing import Case, ConformanceError, KernelConformance, check_kernel
+from qwenlinear.testing.cases import draw
+from qwenlinear.testing.checks import CHECKS, reference_of
+from qwenlinear.testing.generate import generate, head_configurations
+from qwenlinear.testing.reference import token_by_token
+from qwenlinear.testing.running import compare, execution_of, relative_error, run
+from tests.testing.broken_kernels import BetaTwice, GradientOfGDropped, Raises, ScaleForgotten
+
+
+def test_torch_kernel_passes_and_the_report_says_so() -> None:
+    report = check_kernel(TorchKernel())
+    assert report.passed is True
+    assert report.counts["failed"] == report.counts["refused"] == 0
+    assert report.counts["passed"] > 500
+    assert report.too_narrow == ()
+    worst = report.worst()
+    assert {key[1] for key in worst} == {"float64", "float32", "bfloat16", "float16"}
+    assert {key[0] for key in worst} == {"chunk", "step"}
+    assert all(0 <= error <= allowed for error, allowed in worst.values())
+    assert worst["chunk", "bfloat16", "output"][0] > 1e-4  # a rounded output can't be exact: something was measured
+    assert "| chunk, float64 |" in report.table()
+    loaded = json.loads(report.to_json())
+    assert loaded["passed"] is True
+    assert len(loaded["results"]) == sum(report.counts.values())
+
+
+def test_auto_kernel_passes_in_float32() -> None:
+    cases = [case for case in generate(AutoKernel(), "cpu", packings=20) if case.dtype == "float32" and case.T < 1000]
+    assert check_kernel(AutoKernel(), cases=cases).passed
+
+
+class TestMixin(KernelConformance):
+    """One test a case, as an author writes it."""
+
+    kernel = type(
+        "Float32", (TorchKernel,), {"capabilities": replace(TorchKernel.capabilities, dtypes={torch.float32})}
+    )()
+    packings = 20
+
+
+def test_cases_are_rebuilt_from_what_they_print() -> None:
+    cases = list(generate(TorchKernel(), "cpu"))
+    assert len(set(cases)) == len(cases)
+    for case in cases:
+        assert eval(repr(case)) == case
+    assert pickle.loads(pickle.dumps(cases[-1])) == cases[-1]
+
+
+def test_equal_cases_draw_equal_tensors_whatever_was_drawn_before() -> None:
+    case = Case("twice", lengths=(3, 0, 2), initial_state=True, layout="strided", dtype="bfloat16")
+    first = draw(case, "cpu")
+    torch.rand(7)
+    second, other = draw(case, "cpu"), draw(case.but(seed=1), "cpu")
+    assert all(torch.equal(first.bases[name], second.bases[name]) for name in "kv")
+    assert not torch.equal(first.bases["v"], other.bases["v"])
+
+
+def test_layouts_are_what_they_say() -> None:
+    for layout, contiguous in (("contiguous", True), ("strided", False), ("expanded", False)):
+        case = Case(layout, B=2, T=3, heads=(2, 4, 8, 4), initial_state=True, layout=layout)
+        drawn = draw(case, "cpu")
+        views = drawn.view(drawn.bases)
+        assert {view.is_contiguous() for view in views.values()} == {contiguous}
+        assert views["q"].shape == (2, 3, 2, 8)
+        assert views["initial_state"].shape == (2, 4, 8, 4)
+        assert all(torch.isfinite(view).all() for view in views.values())
+
+
+def test_the_reference_of_a_kernel_is_another_one() -> None:
+    assert reference_of(TorchKernel()) is token_by_token
+    assert isinstance(reference_of(AutoKernel()), TorchKernel)
+
+
+def test_the_reference_is_the_formula() -> None:
+    torch.manual_seed(3)
+    q, k = torch.randn(2, 1, 3, 1, 2, dtype=torch.float64)
+    v, g, beta = (
+        torch.randn(1, 3, 2, 2, dtype=torch.float64),
+        -torch.rand(1, 3, 2).double(),
+        torch.rand(1, 3, 2).double(),
+    )
+    state = torch.randn(2, 2, 2, 2, dtype=torch.float64)
+    o, final = token_by_token(q, k, v, g, beta, 0.5, state, True, False, torch.tensor([0, 2, 3]))
+    for head in range(2):
+        for document, tokens in ((0, (0, 1)), (1, (2,))):
+            S = state[document, head]
+            for t in tokens:
+                S = math.exp(g[0, t, head]) * S
+                S = S + torch.outer(k[0, t, 0], beta[0, t, head] * (v[0, t, head] - S.T @ k[0, t, 0]))
+                torch.testing.assert_close(o[0, t, head], S.T @ (0.5 * q[0, t, 0]), rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(final[document, head], S, rtol=1e-14, atol=1e-14)
+
+
+def test_an_error_carries_a_report_and_starts_with_a_line_that_reproduces_it() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_kernel(BetaTwice())
+    error = caught.value
+    assert isinstance(error, ConformanceError)
+    assert error.report.passed is False
+    assert len(error.report.failures) == 1
+    first, second, *_ = str(error).splitlines()
+    assert first == (
+        "check_kernel(BetaTwice(), device='cpu', cases=[Case('write strength beta', gates='none', scale=1.0)])"
+    )
+    assert second.startswith("write strength beta: output: relative error 0.")
+    assert second.endswith("allowed 1e-05; this is what a kernel gives with beta applied twice")
+
+
+def test_a_full_report_goes_on_after_a_failure() -> None:
+    cases = [Case("scale", scale=0.37), Case("unit scale", scale=1.0), Case("default scale")]
+    with pytest.raises(ConformanceError) as caught:
+        check_kernel(ScaleForgotten(), cases=cases, first_failure=False)
+    report = caught.value.report
+    assert report.counts == {"passed": 1, "failed": 2, "refused": 0}
+    assert "and 1 more" in str(caught.value)
+    assert str(report).count("FAILED check_kernel(ScaleForgotten()") == 2
+    assert json.loads(report.to_json())["results"][0]["status"] == "failed"
+
+
+def test_an_exception_from_the_kernel_is_a_failure() -> None:
+    with pytest.raises(ConformanceError, match="RuntimeError: out of registers"):
+        check_kernel(Raises())
+
+
+def test_a_dropped_gradient_is_named() -> None:
+    with pytest.raises(ConformanceError, match="gradient of g: no gradient comes back to g"):
+        check_kernel(GradientOfGDropped())
+
+
+def test_scratch_is_filled_with_nan_and_everything_restored() -> None:
+    seen = []
+
+    class Watcher(TorchKernel):
+        def _chunk(self, inputs):
+            seen.append(torch.empty(64).isnan().all().item())
+            return super()._chunk(inputs)
+
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    check_kernel(Watcher(), cases=[Case("scratch", scratch=True)])
+    assert seen == [True]
+    assert before == (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "truth", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 5.0], [3.0, 4.0], 0.2),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([1e-30, 0.0], [0.0, 0.0], 1e-2),
+        ([math.nan, 4.0], [3.0, 4.0], math.inf),
+        ([math.inf, 4.0], [3.0, 4.0], math.inf),
+        ([3.0], [3.0, 4.0], math.inf),
+    ],
+)
+def test_relative_error(x: list[float], truth: list[float], error: float) -> None:
+    truth64 = torch.tensor(truth, dtype=torch.float64)
+    assert relative_error(torch.tensor(x, dtype=torch.float64), truth64, 1e-28) == pytest.approx(error, rel=1e-12)
+
+
+def test_what_flows_through_a_token_bounds_how_its_decay_is_judged() -> None:
+    case = Case("one token", T=1, grad="all")
+    drawn = draw(case, "cpu")
+    truth = run(execution_of(token_by_token), drawn.double())
+    assert not truth["gradient of g"].any()  # it decays a state of zeros
+    noise = {**truth, "gradient of g": truth["gradient of g"] + 1e-9}
+    gone = {**truth, "gradient of g": truth["gradient of g"] + 1e-2}
+    tolerance = TorchKernel.tolerances[torch.float32]
+    for answers, fine in ((noise, True), (gone, False)):
+        error, allowed = compare(answers, truth, drawn.double(), tolerance)["gradient of g"]
+        assert (error <= allowed) is fine
+
+
+def test_head_configurations_are_few_on_a_gpu() -> None:
+    any_size = TorchKernel.capabilities
+    only_128 = replace(any_size, key_head_sizes=frozenset({128}), value_head_sizes=frozenset({128}))
+    assert head_configurations(any_size, "cuda") == ((4, 4, 64, 64), (16, 32, 128, 128))
+    assert head_configurations(only_128, "cuda") == ((16, 32, 128, 128),)
+    assert {heads[2:] for heads in head_configurations(only_128, "cpu")} == {(128, 128)}
+    with pytest.raises(ValueError, match="no head size to try"):
+        head_configurations(replace(any_size, key_head_sizes=frozenset({17})), "cpu")
+
+
+def test_every_check_is_asked_for() -> None:
+    kernel = type("Full", (TorchKernel,), {"capabilities": replace(TorchKernel.capabilities, compile_safe=True)})()
+    limited = type("Dense", (TorchKernel,), {"capabilities": replace(TorchKernel.capabilities, packed=False)})()
+    asked = {case.check for k in (kernel, limited) for case in generate(k, "cpu")}
+    assert asked == set(CHECKS)
+
+
+def test_packed_sequences_of_a_case() -> None:
+    drawn = draw(Case("packed", lengths=(2, 0, 3), boundaries="int64"), "cpu")
+    assert drawn.cu_seqlens.dtype == torch.int64
+    assert drawn.cu_seqlens.tolist() == [0, 2, 2, 5]
+    assert draw(Case("packed", lengths=(2, 0, 3)), "cpu").cu_seqlens == PackedSequences.from_lengths([2, 0, 3])
