@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
 BENCHES: dict[str, tuple[str, str]] = {
+    "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }
 
