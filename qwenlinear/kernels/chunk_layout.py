@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -123,11 +124,12 @@ class Block:
             b0, b1, t0, t1 = self.view
             x[b0:b1, t0:t1] = source[0, :, : t1 - t0]
 
-    def steps(self, x: Tensor) -> list[Tensor]:
-        """:meth:`tokens` of each step, heads first: ``[n, heads, C, ...]``."""
-        tokens = self.tokens(x)
-        by_step: tuple[Tensor, ...] = tokens.split(self.counts) if self.view is None else tokens.unbind(0)
-        return [step.transpose(1, 2) for step in by_step]
+    def steps(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """:meth:`tokens` of each step, heads first: ``[n, heads..., C, D]`` of x ``[B, T, heads..., D]``; cast if told."""
+        tokens = self.tokens(x).to(dtype or x.dtype)
+        if self.view is None:
+            return cast("tuple[Tensor, ...]", tokens.movedim(1, -2).split(self.counts))
+        return tokens.movedim(2, -2).unbind(0)
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ _STEP_WORK = {"cpu": 800_000, "accelerator": 100_000_000}
 
 def _budget(device: torch.device) -> int:
     """Bytes that a block's temporaries may take: what stays in the caches of a CPU's cores, what fills a GPU."""
-    return max(2, torch.get_num_threads()) * 2_500_000 if device.type == "cpu" else 512_000_000
+    return max(2, torch.get_num_threads()) * 4_000_000 if device.type == "cpu" else 512_000_000
 
 
 def _cheapest_size(lengths: Mapping[int, int], step_work: int) -> int:

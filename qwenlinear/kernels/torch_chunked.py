@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qwenlinear.kernels.chunk_layout import Block, ChunkLayout, Group
 from qwenlinear.kernels.torch_chunked_backward import backward_block
-from qwenlinear.kernels.torch_chunks import LOG_ZERO, Call, Chunks, split_groups, steps
+from qwenlinear.kernels.torch_chunks import LOG_ZERO, Call, Chunks, Columns, split_groups, steps
 
 
 class ChunkedGatedDeltaRule(torch.autograd.Function):
@@ -90,33 +90,49 @@ def _forward_block(
     call: Call, group: Group, block: Block, S: Tensor | None, out: Tensor, final: Tensor | None
 ) -> Tensor | None:
     """Write o of a block and the final states of sequences that end in it; from the incoming states to the outgoing ones."""
-    (H, G), C, dtype = call.groups, block.size, call.g.dtype
+    (H, G), C, V = call.groups, block.size, out.shape[-1]
     chunks = Chunks.cut(call, block)
-    attention = chunks.attention().flatten(0, 2).split([n * H * G for n in block.counts])
-    direct = block.whole and out.dtype == dtype
-    buffer = out if direct else call.g.new_empty(block.rows, H * G, C, out.shape[-1])
-    outs = block.steps(out) if direct else buffer.split(block.counts)
-    values = block.steps(call.v)
-    for step, o, v, attend in zip(steps(block, chunks), outs, values, attention, strict=True):
-        shape, read = (step.n, H, G, C, v.shape[-1]), None
-        o, v = o.view(shape), v.view(shape).to(dtype)
-        if S is not None:
-            read = split_groups(torch.bmm(step.kq, S[: len(step.kq)]), (step.n, H, G))
-            v = torch.addcmul(v, step.decay, read.narrow(3, 0, C), value=-1)
-        W = torch.bmm(step.writing, v.reshape(-1, *shape[3:]))
-        intra = torch.bmm(attend, W).view(shape)
-        if read is None:
-            o.copy_(intra)
+    writing = chunks.writing()
+    both = torch.cat([writing, chunks.attention() @ writing], dim=-2)  # W above, what o has from within the chunk below
+    direct = block.whole and out.dtype == call.g.dtype
+    buffer = None if direct else call.g.new_empty(block.rows, H * G, C, V)
+    outs = block.steps(out.unflatten(2, (H, G))) if buffer is None else buffer.unflatten(1, (H, G)).split(block.counts)
+    values = block.steps(call.grouped_v, call.g.dtype)
+    scratch = None
+    for step, o, v in zip(steps(block, chunks, both), outs, values, strict=True):
+        if scratch is None or scratch.n != step.n:
+            scratch = _Scratch(step.kq, step.n, H, G, V)
+        if S is None:
+            scratch.values.copy_(v)
         else:
-            torch.addcmul(intra, step.decay, read.narrow(3, C, C), out=o)
-        S = step.advance(S, W, step.later if final is None else step.n)
+            torch.bmm(step.kq, S, out=scratch.read)
+            torch.addcmul(v, step.decay, scratch.keys, value=-1, out=scratch.values)
+        torch.bmm(step.writing, scratch.flat_values, out=scratch.both)
+        if S is None:
+            o.copy_(scratch.within)
+        else:
+            torch.addcmul(scratch.within, step.decay, scratch.queries, out=o)
+        S = step.advance(S, scratch.W, step.later if final is None else step.n, scratch.columns)
         if final is not None and S is not None and step.later < step.n:
-            ended = split_groups(S[step.later * H :], (step.n - step.later, H, G)).flatten(1, 2)
-            group.put(final, step.later, ended)
+            group.put(final, step.later, split_groups(S[step.later * H :], (step.n - step.later, H, G)).flatten(1, 2))
             S = S[: step.later * H]
-    if not direct:
+    if buffer is not None:
         block.join(buffer, out)
     return S
+
+
+class _Scratch:
+    """Memory of a step, with every view of it made once: a step is a handful of small operations, each as short as its call."""
+
+    def __init__(self, kq: Tensor, n: int, H: int, G: int, V: int) -> None:
+        self.n, C = n, kq.shape[1] // 2
+        self.read = kq.new_empty(n * H, 2 * C, G * V)
+        self.keys, self.queries = split_groups(self.read, (n, H, G)).split(C, dim=-2)  # k S and q S
+        self.values = kq.new_empty(n, H, G, C, V)
+        self.flat_values = self.values.flatten(0, 2)
+        self.both = kq.new_empty(n * H * G, 2 * C, V)
+        self.W, self.within = self.both.view(n, H, G, 2 * C, V).split(C, dim=-2)
+        self.columns = Columns.empty(kq, n, H, G, C, V)
 
 
 def _merge_heads(states: Tensor, H: int) -> Tensor:

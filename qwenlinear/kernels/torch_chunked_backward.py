@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qwenlinear.kernels.chunk_layout import Block
-from qwenlinear.kernels.torch_chunks import Call, Chunks, columns, split_groups, steps
+from qwenlinear.kernels.torch_chunks import Call, Chunks, Columns, split_groups, steps
 
 
 @dataclass
@@ -31,8 +31,10 @@ def _replay(call: Call, block: Block, chunks: Chunks, S: Tensor | None) -> _Repl
     rows, skip = block.rows, counts[0] if S is None else 0
     values = block.cut(call.v, call.g.new_empty(rows, H * G, C, V)).unflatten(1, (H, G))
     states, read = values.new_empty(rows - skip, H, K, G * V), values.new_empty(rows - skip, H, 2 * C, G * V)
-    W, row = torch.empty_like(values), 0
-    for step in steps(block, chunks):
+    W, row, scratch = torch.empty_like(values), 0, Columns.empty(values, counts[0], H, G, C, V)
+    for step in steps(block, chunks, chunks.writing()):
+        if step.n != scratch.split.shape[0]:
+            scratch = Columns.empty(values, step.n, H, G, C, V)
         own, carried = slice(row, row + step.n), slice(row - skip, row - skip + step.n)
         row += step.n
         if S is not None:
@@ -43,7 +45,7 @@ def _replay(call: Call, block: Block, chunks: Chunks, S: Tensor | None) -> _Repl
             values[own].addcmul_(step.decay, keys, value=-1)
         torch.bmm(step.writing, values[own].flatten(0, 2), out=W[own].flatten(0, 2))
         if row < rows:
-            S = step.advance(S, W[own].flatten(0, 2), step.later)
+            S = step.advance(S, W[own], step.later, scratch)
     return _Replay(skip, states, read, values, W)
 
 
@@ -136,7 +138,9 @@ def _backward_of_writes(chunks: Chunks, row: slice, dS: Tensor, W: Tensor, d: _G
     keys, tail = chunks.kq[row, :, :C], chunks.tail[row]
     d_W = tail * split_groups(keys @ dS, (len(dS), H, G))
     d.W[row] += d_W
-    d.kq[row, :, :C] += columns(tail, W[row]).unflatten(0, (-1, H)) @ dS.mT
+    columns = Columns.empty(W, len(dS), H, G, C, W.shape[-1])
+    torch.mul(tail, W[row], out=columns.split)
+    d.kq[row, :, :C] += columns.merged.unflatten(0, (-1, H)) @ dS.mT
     d_log = (d_W * W[row]).sum(-1)
     d.g[row, :, :, 1:] += d_log[..., :-1].cumsum(-1)  # e^(c_C - c_j) holds the decays of all tokens behind j
 

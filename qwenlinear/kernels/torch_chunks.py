@@ -27,6 +27,7 @@ class Call:
         self.q, self.k, self.v, self.g, self.beta = (layout.fold(x) for x in (q, k, v, g, beta))
         self.scale, self.norm = scale, norm
         self.groups = q.shape[2], v.shape[2] // q.shape[2]  # H and G
+        self.grouped_v = self.v.unflatten(2, self.groups)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Chunks:
         kqk = (kq @ kq[:, :, :C].mT).unsqueeze(2)
         A = (D * kqk[..., :C, :]).mul_(beta)  # its diagonal is ignored below
         eye = torch.eye(C, dtype=g.dtype, device=g.device).expand_as(A)
-        X = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
+        X = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True, left=False)  # a third faster than left
         decay, tail = (x.to(g.dtype).exp_().unsqueeze(-1) for x in (c, c[..., -1:] - c))
         return cls(kq, factor, beta, decay, tail, D, kqk, X)
 
@@ -74,27 +75,28 @@ class Step(NamedTuple):
     later: int
     kq: Tensor  # [n H, 2C, K]
     keys: Tensor  # [n H, K, C]
-    writing: Tensor  # [n H G, C, C]
+    writing: Tensor  # [n H G, C, C], beside it what else the forward pass multiplies values with, [n H G, 2C, C]
     decay: Tensor  # [n, H, G, C, 1]
     tail: Tensor  # [n, H, G, C, 1]
     kept: Tensor  # e^c_C, what is kept of the state over a chunk, [n H, 1, G, 1]
 
-    def advance(self, S: Tensor | None, W: Tensor, needed: int) -> Tensor | None:
-        """S' ``[n H, K, G V]`` of the first ``needed`` sequences from W ``[n H G, C, V]``, in the memory of S."""
+    def advance(self, S: Tensor | None, W: Tensor, needed: int, scratch: Columns) -> Tensor | None:
+        """S' ``[n H, K, G V]`` of the first ``needed`` sequences from W ``[n, H, G, C, V]``, in the memory of S."""
         if not needed:
             return None
-        tail, keys, kept = columns(self.tail, W), self.keys, self.kept
+        torch.mul(self.tail, W, out=scratch.split)
+        tail, keys, kept = scratch.merged, self.keys, self.kept
         if needed < self.n:
             rows = needed * self.tail.shape[1]
             tail, keys, kept = tail[:rows], keys[:rows], kept[:rows]
         if S is None:
             return torch.bmm(keys, tail)
-        S = S[: len(keys)]
+        S = S.narrow(0, 0, keys.shape[0])
         S.view(*S.shape[:2], kept.shape[2], -1).mul_(kept)
         return S.baddbmm_(keys, tail)
 
 
-def steps(block: Block, chunks: Chunks) -> Iterator[Step]:
+def steps(block: Block, chunks: Chunks, writing: Tensor) -> Iterator[Step]:
     """The steps of a block in order; every tensor is split once, not sliced at every step."""
     (_, H, G, _, _), C, counts = chunks.beta.shape, block.size, block.counts
     heads = [n * H for n in counts]
@@ -104,7 +106,7 @@ def steps(block: Block, chunks: Chunks) -> Iterator[Step]:
         (*counts[1:], block.later),
         chunks.kq.flatten(0, 1).split(heads),
         chunks.kq[:, :, :C].mT.flatten(0, 1).split(heads),
-        chunks.writing().flatten(0, 2).split([n * G for n in heads]),
+        writing.flatten(0, 2).split([n * G for n in heads]),
         chunks.decay.split(counts),
         chunks.tail.split(counts),
         chunks.decay[:, :, :, -1].reshape(-1, 1, G, 1).split(heads),
@@ -135,10 +137,14 @@ def split_groups(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return x.view(n, H, x.shape[-2], G, x.shape[-1] // G).transpose(2, 3)
 
 
-def columns(factor: Tensor, x: Tensor) -> Tensor:
-    """factor ``[n, H, G, C, 1]`` times x ``[n, H, G, C, V]`` (leading axes merged or not), laid out as ``[n H, C, G V]``."""
-    n, H, G, C, _ = factor.shape
-    V = x.shape[-1]
-    out = x.new_empty(n * H, C, G * V)
-    torch.mul(factor, x.view(n, H, G, C, V), out=split_groups(out, (n, H, G)))
-    return out
+class Columns(NamedTuple):
+    """Memory for values with the heads of a group side by side, seen in two ways."""
+
+    merged: Tensor  # [n H, C, G V]
+    split: Tensor  # [n, H, G, C, V]
+
+    @classmethod
+    def empty(cls, like: Tensor, n: int, H: int, G: int, C: int, V: int) -> Columns:
+        """Fresh memory on like's device, of its dtype."""
+        merged = like.new_empty(n * H, C, G * V)
+        return cls(merged, split_groups(merged, (n, H, G)))
