@@ -69,5 +69,5 @@ def _largest_error(contender: Contender, inputs: Inputs) -> float:
 
 
 def _error(x: Tensor, wanted: Tensor) -> float:
-    difference = (x.double() - wanted).norm() / wanted.norm()
+    difference = ((x.double() - wanted).norm() / wanted.norm()).detach()
     return float(difference) if bool(difference.isfinite()) else float("inf")
