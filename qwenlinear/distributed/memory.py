@@ -74,6 +74,20 @@ def release_cache(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Attach a note to an exception; Python 3.10 doesn't show notes, so it is logged there.
+
+    Args:
+        error: the exception, which stays what it is.
+        note: the text.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]
+        logger.error(note)
+
+
 @dataclass
 class Check:
     """What one check did.

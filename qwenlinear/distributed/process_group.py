@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from . import registration
 from .collectives import Collective
-from .memory import MemoryMonitor, is_capturing
+from .memory import MemoryMonitor, add_note, is_capturing
 from .methods import ClassOnly, Suspended, Unusable, device_of, install_methods
 from .pending import PendingWorks
 from .policy import CommMemoryPolicy, Rule
@@ -33,8 +32,6 @@ else:
             registration.default_group()  # raises
 
 
-logger = logging.getLogger(__name__)
-
 # All guards of the process: a reclaim must not wait for any of them, a fork invalidates all.
 live_guards: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
 
@@ -48,9 +45,8 @@ class GuardedProcessGroup(ProcessGroup):
     a guard (``split_group``, a flattened mesh) are plain ones: guards don't spread. C++ paths that can't be
     overridden raise, for a guard has no backend of its own that they could use behind its back.
 
-    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` doesn't group the operations of any group that isn't exactly
-    a
-    ``ProcessGroup``: give pipelines on NCCL the `inner` group there.
+    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` groups operations only for what is exactly a
+    ``ProcessGroup``, no subclass: give pipelines on NCCL the `inner` group there.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -88,7 +84,6 @@ class GuardedProcessGroup(ProcessGroup):
         live_guards.add(self)
 
     # --- making one
-    # -----------------------------------------------------------------------------------------------
 
     @classmethod
     def wrap(
@@ -144,8 +139,8 @@ class GuardedProcessGroup(ProcessGroup):
             timeout: of the operations; None means PyTorch's default for the backend.
             pg_options: options of the backend; None means its defaults.
             group_desc: a description for logs.
-            device_id: connect at once, on this device. None (default) connects at the first collective, after
-                its check.
+            device_id: connect at once, on this device, without a check. None (default) connects at the first
+                collective, after its check.
 
         Returns:
             The guard, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that isn't in ``ranks``.
@@ -170,7 +165,6 @@ class GuardedProcessGroup(ProcessGroup):
         return guard
 
     # --- what a user asks
-    # -----------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> CommMemoryPolicy:
@@ -210,9 +204,9 @@ class GuardedProcessGroup(ProcessGroup):
         return f"GuardedProcessGroup(name={self._name!r}, rank={self.rank()}, size={self.size()}{state})"
 
     # --- the path of a collective
-    # ---------------------------------------------------------------------------------
 
     def _run(self, method: str, collective: Collective, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check, pass on, watch; called for every collective, so each line here costs every user."""
         target = getattr(self._inner, method)
         tally = self._tallies[collective]
         tally.calls += 1
@@ -264,8 +258,7 @@ class GuardedProcessGroup(ProcessGroup):
         elif device.type == "cuda":
             pending.add_stream()
         else:
-            # The caller waits next. Waiting here lets a failure be annotated, and costs nothing: it's
-            # complete then.
+            # The caller waits next and finds it complete; a failure gets its note by being waited for here.
             work.wait()
 
     def _in_flight(self, device: torch.device) -> bool:
@@ -275,15 +268,9 @@ class GuardedProcessGroup(ProcessGroup):
         return any(guard._pending[device.type].any() for guard in others if device.type in guard._pending)
 
     def _annotate(self, error: Exception, collective: Collective, device: torch.device) -> None:
-        note = f"{collective} on {self!r}: {self._monitor.note(device)}"
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10 has no notes: keep it where 3.11 does, and log it so that somebody sees it
-            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]
-            logger.error(note)
+        add_note(error, f"{collective} on {self!r}: {self._monitor.note(device)}")
 
     # --- coalescing: what is between the two belongs to one operation
-    # ------------------------------------------------
 
     def _start_coalescing(self, device_type: torch.device) -> None:
         self._inner._start_coalescing(device_type)
@@ -301,7 +288,6 @@ class GuardedProcessGroup(ProcessGroup):
     end_coalescing = _end_coalescing
 
     # --- what torch.distributed asks
-    # ------------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a NewType of str
@@ -354,7 +340,6 @@ class GuardedProcessGroup(ProcessGroup):
             registration.destroy(inner)
 
     # --- suspending
-    # -------------------------------------------------------------------------------------------------
 
     @property
     def is_suspended(self) -> bool:
@@ -396,8 +381,8 @@ class GuardedProcessGroup(ProcessGroup):
         if not self.is_suspended:
             self.inner  # noqa: B018 - raises on a destroyed group
             return
-        inner = registration.build(recipe, f"{self._name}/inner/{self._generation + 1}")
-        self._generation += 1
+        self._generation += 1  # a name that a failed attempt left in the store isn't used again
+        inner = registration.build(recipe, f"{self._name}/inner/{self._generation}")
         registration.restore_timeouts(inner, self._timeouts)
         self._inner = inner
         self._monitor.restart()
