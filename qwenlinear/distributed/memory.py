@@ -106,8 +106,7 @@ class Check:
 
 
 class MemoryMonitor:
-    """Applies one policy's memory settings to one group: when the next check is due, and the back-off of
-    reclaims.
+    """Checks the memory for one group: when the next check is due, and when a reclaim may be tried.
 
     A reclaim that leaves less free than wanted is followed by a pause, 1 s at first, doubled each time up to
     64 s. So is one that did help but has to be repeated at the very next check of a timed collective: a

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 
+TRIM = 64  # so many entries may be of works that are gone
+
+
 class PendingWorks:
     """The works of one group on one type of device that may be incomplete.
 
@@ -46,9 +49,14 @@ class PendingWorks:
             hold: whether to keep it alive until it is complete; only done on a CPU. False for what its caller
                 waits for at once and for point-to-point operations, which a dropped handle cancels.
         """
-        with self._lock:
+        if self._cuda or not hold:
+            self._works.append(weakref.ref(work))
+            if len(self._works) < TRIM:
+                return
+        else:
+            self._works.append(work)
+        with self._lock:  # oldest first, and no queries of a GPU's events on this path
             works = self._works
-            # Oldest first, and no queries of a GPU's events on this path.
             while works:
                 oldest = works[0]
                 if isinstance(oldest, weakref.ref):
@@ -57,7 +65,6 @@ class PendingWorks:
                 elif not oldest.is_completed():
                     break
                 works.popleft()
-            works.append(work if hold and not self._cuda else weakref.ref(work))
 
     def add_stream(self) -> None:
         """Remember the current stream of the current GPU, on which a synchronous collective was just put."""
@@ -66,7 +73,10 @@ class PendingWorks:
     def any(self) -> bool:
         """Say whether something is incomplete; it asks every work, for the rare moment before a reclaim."""
         with self._lock:
-            self._works = deque(entry for entry in self._works if _incomplete(entry))
+            for _ in range(len(self._works)):  # in place: others append meanwhile
+                entry = self._works.popleft()
+                if _incomplete(entry):
+                    self._works.append(entry)
             if self._works:
                 return True
         for stream in list(self._streams):
