@@ -104,9 +104,9 @@ def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
                     self._pending[kind].add(work, hold=not point_to_point)
                 elif kind == "cuda":
                     self._pending[kind].add_stream()
-                else:
-                    # Its caller waits next, and finds it complete: a failure gets its note by being waited
-                    # for here.
+                elif self._probe_always:
+                    # Its caller waits next, and finds it complete: a failure gets the probe's figures as its
+                    # note by being waited for here. Without a probe a CPU has no figures.
                     work.wait()
         except Exception as error:
             self._annotate(error, collective, device_of(args, kwargs, kind))
