@@ -83,4 +83,5 @@ def _invalidate_after_fork() -> None:
         )
 
 
-os.register_at_fork(after_in_child=_invalidate_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_invalidate_after_fork)
