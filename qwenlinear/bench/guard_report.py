@@ -26,9 +26,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"    {results['command']}",
     ]
     for expandable in (False, True):
-        rows = [
-            r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"
-        ]
+        rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
         if rows:
             lines += [
                 "",
@@ -140,14 +138,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     }
     for i, (key, label) in enumerate(sides.items()):
         axes.bar([x + 0.2 * i for x in range(len(rows))], [r[key] for r in rows], width=0.2, label=label)
-    axes.set_xticks(
-        [x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right"
-    )
+    axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(
-        f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}"
-    )
+    axes.set_title(f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

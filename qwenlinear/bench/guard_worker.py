@@ -135,9 +135,7 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     groups: dict[str, Any] = {
         "bare": inner,
         "guarded": GuardedProcessGroup.wrap(inner, plain),
-        "forced": GuardedProcessGroup.wrap(
-            inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)
-        ),
+        "forced": GuardedProcessGroup.wrap(inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)),
         "baseline": inner,
         "control": inner,
     }
@@ -157,9 +155,7 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     return rows
 
 
-def _one(
-    name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]
-) -> dict[str, Any]:
+def _one(name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
     def once(variant: str) -> None:
         if variant == "baseline":
             probe_everything(device)

@@ -126,9 +126,7 @@ def _delegated(method: str) -> Callable[..., Any]:
 
 def _refused(method: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group"
-        )
+        raise RuntimeError(f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group")
 
     return call
 

@@ -58,9 +58,7 @@ class GuardedProcessGroup(ProcessGroup):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(
-        self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None
-    ) -> None:
+    def __init__(self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._inner: Any = inner
         self._policy = policy if policy is not None else CommMemoryPolicy()
@@ -85,9 +83,7 @@ class GuardedProcessGroup(ProcessGroup):
     # --- making one
 
     @classmethod
-    def wrap(
-        cls, group: ProcessGroup | None = None, policy: CommMemoryPolicy | None = None
-    ) -> GuardedProcessGroup:
+    def wrap(cls, group: ProcessGroup | None = None, policy: CommMemoryPolicy | None = None) -> GuardedProcessGroup:
         """Guard a group that exists; no communication, only the members call it.
 
         The guard doesn't own the group: destroying the guard leaves it usable, and it can't be suspended.
@@ -108,9 +104,7 @@ class GuardedProcessGroup(ProcessGroup):
         if not isinstance(inner, ProcessGroup):
             raise ValueError(f"a ProcessGroup that this rank is a member of is needed, got {inner!r}")
         if not registration.is_registered(inner):
-            raise ValueError(
-                "the group is unknown to torch.distributed (destroyed, or never registered there)"
-            )
+            raise ValueError("the group is unknown to torch.distributed (destroyed, or never registered there)")
         guard = cls(inner, policy)
         name = registration.free_name(f"guard/{inner.group_name}")
         registration.register_guard(guard, dist.get_process_group_ranks(inner), name)
@@ -118,7 +112,7 @@ class GuardedProcessGroup(ProcessGroup):
 
     @ClassOnly
     def new_group(
-        cls: type[GuardedProcessGroup],  # noqa: N805
+        cls: type[GuardedProcessGroup],
         ranks: Sequence[int] | None = None,
         policy: CommMemoryPolicy | None = None,
         backend: str = "nccl",
@@ -261,15 +255,15 @@ class GuardedProcessGroup(ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks up
+    def getGroupName(self) -> str:
         """The name, for C++."""
         return self._name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         """The description, for C++."""
         return self._desc
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """Not the inner backend's name, for C++: DDP would then look for that backend in the guard itself."""
         return registration.BACKEND
 
@@ -320,9 +314,7 @@ class GuardedProcessGroup(ProcessGroup):
         if "cuda" in self._pending and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._timeouts = registration.backend_timeouts(inner)
-        self._inner = Suspended(
-            f"the guarded group {self._name!r} is suspended; call resume() before using it"
-        )
+        self._inner = Suspended(f"the guarded group {self._name!r} is suspended; call resume() before using it")
         registration.destroy(inner)
 
     def resume(self) -> None:
