@@ -55,7 +55,9 @@ class Chunks:
         kqk = (kq @ kq[:, :, :C].mT).unsqueeze(2)
         A = (D * kqk[..., :C, :]).mul_(beta)  # its diagonal is ignored below
         eye = torch.eye(C, dtype=g.dtype, device=g.device).expand_as(A)
-        X = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True, left=False)  # a third faster than left
+        X = torch.linalg.solve_triangular(
+            A, eye, upper=False, unitriangular=True, left=False
+        )  # a third faster than left
         decay, tail = (x.to(g.dtype).exp_().unsqueeze(-1) for x in (c, c[..., -1:] - c))
         return cls(kq, factor, beta, decay, tail, D, kqk, X)
 

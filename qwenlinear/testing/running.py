@@ -210,9 +210,9 @@ def _no_alias(leaves: Mapping[str, Tensor], answers: Mapping[str, Tensor | None]
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    if x.shape != y.shape or x.numel() == 0:
-        return x.shape == y.shape
-    return torch.equal(x.detach().contiguous().view(torch.uint8), y.detach().contiguous().view(torch.uint8))
+    plain = (t.detach().clone(memory_format=torch.contiguous_format).reshape(-1) for t in (x, y))
+    bits = [t.view(torch.uint8) if t.numel() else t for t in plain]
+    return x.shape == y.shape and torch.equal(*bits)
 
 
 def same_bits(answers: Answers, others: Answers) -> list[str]:
