@@ -202,7 +202,7 @@ class _Generator:
                 )
                 yield random.but(heads=self.plain, **self.states, **self.gradients())
         if self.capabilities.compile_safe:
-            yield self.full.but(topic="torch.compile", check="compiled")
+            yield self.full.but(topic="torch.compile", check="compiled", T=5)
         yield from beyond(self.capabilities, self.base)
 
 
