@@ -2,7 +2,7 @@
 
     python examples/train_byte_lm.py                           # about a minute on two CPU cores
     python examples/train_byte_lm.py --text book.txt --steps 1000
-    python examples/train_byte_lm.py --device cuda --dtype bfloat16 --head-dim 128 --qwen-gdn-backend flashqla
+    python examples/train_byte_lm.py --device cuda --dtype bfloat16 --heads 16/32 --head-dim 128 --qwen-gdn-backend flashqla
 
 The text is Python's own standard library as found on this machine, or any file. Every step packs documents of mixed lengths
 into one row; `PackedSequences` keeps them apart in every layer.
@@ -52,14 +52,11 @@ class ByteLM(nn.Module):
 
 def read_documents(text: Path | None) -> tuple[list[bytes], list[bytes]]:
     """Documents to train on and documents held out, about one in ten."""
-    if text is None:
-        documents = [p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    else:
-        data = text.read_bytes()
-        documents = [data[i : i + 4096] for i in range(0, len(data), 4096)]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if text is None else [text]
+    documents = [data[i : i + 4096] for data in (p.read_bytes() for p in files) for i in range(0, len(data), 4096)]
     documents = [document for document in documents if len(document) > 1]
     if len(documents) < 2:
-        raise SystemExit(f"{text or 'the standard library'} needs at least two documents of text")
+        raise SystemExit(f"{text or 'the standard library'} needs at least two documents")
     return [d for i, d in enumerate(documents) if i % 10], documents[::10]
 
 
@@ -109,6 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", default="2/4", help="key heads / value heads (default: 2/4)")
     parser.add_argument("--head-dim", type=int, default=32, help="K and V; FlashQLA needs 128 (default: 32)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="autocast dtype, float32 for none (default: float32)")
@@ -118,29 +116,25 @@ def main() -> None:
     kernel = kernel_from_args(args, args.device)
     torch.manual_seed(0)
     train, held_out = read_documents(args.text)
-    config = GatedDeltaNetConfig(
-        hidden_size=args.hidden,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=args.head_dim,
-        linear_value_head_dim=args.head_dim,
-    )
+    H, HV = map(int, args.heads.split("/"))
+    config = GatedDeltaNetConfig(hidden_size=args.hidden, linear_num_key_heads=H, linear_num_value_heads=HV,
+                                 linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim)  # fmt: skip
     model = ByteLM(config, 4, kernel, getattr(torch, args.dtype)).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=args.steps + 1, pct_start=0.1)
     before = held_out_loss(model, held_out, args.tokens, args.device)
     draw, start = random.Random(0), time.perf_counter()
-    with tqdm(range(args.steps), desc="training", unit="step") as progress:
-        for step in progress:
-            inputs, targets, packed = pack(train, args.tokens, draw, args.device)
-            loss = F.cross_entropy(model(inputs, packed)[0], targets[0])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % 10 == 0:
-                progress.set_postfix(nats=f"{loss.item():.2f}")
+    progress = tqdm(range(args.steps), desc="training", unit="step")
+    for step in progress:
+        inputs, targets, packed = pack(train, args.tokens, draw, args.device)
+        loss = F.cross_entropy(model(inputs, packed)[0], targets[0])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 10 == 0:
+            progress.set_postfix(nats=f"{loss.item():.2f}")
     seconds = time.perf_counter() - start
     after = held_out_loss(model, held_out, args.tokens, args.device)
     text, difference = sample(model.eval(), b"def ", 200)

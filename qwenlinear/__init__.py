@@ -1,7 +1,7 @@
 """qwenlinear: Gated DeltaNet layers of Qwen3-Next and Qwen3.5 with an injected kernel.
 
-    layer = Qwen3_5GatedDeltaNet(config, kernel=FLAKernel())
-    y = layer(hidden_states, cu_seqlens=PackedSequences.from_lengths([5, 7]))
+layer = Qwen3_5GatedDeltaNet(config, kernel=FLAKernel())
+y = layer(hidden_states, cu_seqlens=PackedSequences.from_lengths([5, 7]))
 """
 
 from qwenlinear.errors import Refusal, UnsupportedCall

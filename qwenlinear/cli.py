@@ -7,7 +7,11 @@ import importlib
 from collections.abc import Sequence
 
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("qwenlinear.doctor", "what this machine can run, why not more, and what to do about it"),
+}
 BENCHES: dict[str, tuple[str, str]] = {
+    "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }
 
@@ -15,14 +19,19 @@ BENCHES: dict[str, tuple[str, str]] = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qwenlinear", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    for name, (module, text) in COMMANDS.items():
+        _add(commands.add_parser(name, help=text), module)
     bench = commands.add_parser("bench", help="measure, with both sides in one run")
     names = bench.add_subparsers(dest="bench", required=True)
     for name, (module, text) in BENCHES.items():
-        sub = names.add_parser(name, help=text)
-        loaded = importlib.import_module(module)
-        loaded.add_arguments(sub)
-        sub.set_defaults(run=loaded.run)
+        _add(names.add_parser(name, help=text), module)
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, module: str) -> None:
+    loaded = importlib.import_module(module)
+    loaded.add_arguments(parser)
+    parser.set_defaults(run=loaded.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,14 +21,12 @@ def markdown(results: dict[str, Any]) -> str:
         f"# Memory guard, {results['backend']}, {results['world_size']} rank(s)",
         "",
         f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the"
-        " fastest of each side's interleaved batches; *ratio*: guarded to bare, *median ratio*: of medians.",
+        " median of each side's interleaved batches; *ratio*: guarded to bare, *control*: bare to bare.",
         "",
         f"    {results['command']}",
     ]
     for expandable in (False, True):
-        rows = [
-            r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"
-        ]
+        rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
         if rows:
             lines += [
                 "",
@@ -68,7 +66,7 @@ def _latency(rows: list[Row]) -> list[str]:
         "guarded",
         "added",
         "ratio",
-        "median ratio",
+        "control",
         "forced check adds",
         "probe everything adds",
     ]
@@ -81,7 +79,7 @@ def _latency(rows: list[Row]) -> list[str]:
             tail = [r["forced_added"], r["baseline_added"]]
             body.append(
                 [r["collective"], r["live"], *(f"{v:.1f}" for v in cells)]
-                + [f"{r[key]:.3f}" for key in ("guarded_ratio", "guarded_median_ratio")]
+                + [f"{r[key]:.3f}" for key in ("guarded_ratio", "control_ratio")]
                 + [f"{v:.1f}" for v in tail]
             )
     return _table(head, body)
@@ -140,14 +138,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     }
     for i, (key, label) in enumerate(sides.items()):
         axes.bar([x + 0.2 * i for x in range(len(rows))], [r[key] for r in rows], width=0.2, label=label)
-    axes.set_xticks(
-        [x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right"
-    )
+    axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(
-        f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}"
-    )
+    axes.set_title(f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

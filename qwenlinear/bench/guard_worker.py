@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -25,6 +26,9 @@ from qwenlinear.distributed import Collective, CommMemoryPolicy, GuardedProcessG
 
 Call = Callable[[Any], object]
 MIB = 2**20
+# What is interleaved with what, each against its own bare calls: after a probe the caches are cold and the
+# ranks apart, which a neighbour would pay for. "control" is bare once more: what two equal sides differ by.
+SETS = (("bare", "guarded", "control"), ("bare", "forced", "baseline"))
 
 
 def host_free_bytes() -> int:
@@ -58,7 +62,7 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
     x = torch.ones(count, device=device)
     part = torch.ones(max(1, count // size), device=device)
     parts = [torch.empty_like(part) for _ in range(size)]
-    whole = torch.empty(part.numel() * size, device=device)
+    whole, other = (torch.ones(part.numel() * size, device=device) for _ in range(2))
     outs = [torch.empty_like(part) for _ in range(size)]
     first = dist.get_rank() == 0
     gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,7 +85,7 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
         "reduce_scatter": lambda g: dist.reduce_scatter(part, parts, group=g),
         "reduce_scatter_tensor": lambda g: scatter_single(part, whole, group=g),
         "all_to_all": lambda g: dist.all_to_all(outs, parts, group=g),
-        "all_to_all_single": lambda g: dist.all_to_all_single(whole, torch.empty_like(whole), group=g),
+        "all_to_all_single": lambda g: dist.all_to_all_single(whole, other, group=g),
         "barrier": lambda g: dist.barrier(group=g),
     }
     if size > 1:
@@ -131,10 +135,9 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     groups: dict[str, Any] = {
         "bare": inner,
         "guarded": GuardedProcessGroup.wrap(inner, plain),
-        "forced": GuardedProcessGroup.wrap(
-            inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)
-        ),
+        "forced": GuardedProcessGroup.wrap(inner, plain.replace(deny=list(Collective), probe=probe, min_free_bytes=0)),
         "baseline": inner,
+        "control": inner,
     }
     rows = []
     live: list[torch.Tensor] = []
@@ -152,9 +155,7 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     return rows
 
 
-def _one(
-    name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]
-) -> dict[str, Any]:
+def _one(name: str, call: Call, groups: dict[str, Any], device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
     def once(variant: str) -> None:
         if variant == "baseline":
             probe_everything(device)
@@ -170,28 +171,34 @@ def _one(
         error = f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
     if not _all_agree(not error):
         return {"error": error or "another rank failed"}
-    times: dict[str, list[float]] = {variant: [] for variant in groups}
-    order = list(groups)
-    for round_ in range(config["rounds"]):
-        for variant in order[round_ % 4 :] + order[: round_ % 4]:
-            repeats = max(1, config["repeats"] // 4) if variant == "baseline" else config["repeats"]
+    result: dict[str, Any] = {}
+    for sides in SETS:
+        times = _interleave(sides, once, device, config)
+        middle = {side: statistics.median(values) for side, values in times.items()}
+        for side in sides:
+            result.setdefault(side, round(middle[side], 3))
+            if side != "bare":
+                result[f"{side}_added"] = round(middle[side] - middle["bare"], 3)
+                result[f"{side}_ratio"] = round(middle[side] / middle["bare"], 4)
+    return result
+
+
+def _interleave(
+    sides: tuple[str, ...], once: Callable[[str], None], device: torch.device, config: dict[str, Any]
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    order, shuffle = list(sides), random.Random(0).shuffle
+    for _ in range(config["rounds"]):
+        shuffle(order)  # alike on all ranks; no side always follows the same other one
+        for side in order:
+            repeats = max(1, config["repeats"] // 4) if side == "baseline" else config["repeats"]
             _finish(device)
             start = time.perf_counter()
             for _ in range(repeats):
-                once(variant)
+                once(side)
             _finish(device)
-            times[variant].append((time.perf_counter() - start) / repeats * 1e6)
-    # The fastest batch of each side: what else the machine does only ever adds. Rare checks are in the
-    # counters' table.
-    best = {variant: min(values) for variant, values in times.items()}
-    result: dict[str, Any] = {variant: round(value, 3) for variant, value in best.items()}
-    for variant in ("guarded", "forced", "baseline"):
-        result[f"{variant}_added"] = round(best[variant] - best["bare"], 3)
-        result[f"{variant}_ratio"] = round(best[variant] / best["bare"], 4)
-    result["guarded_median_ratio"] = round(
-        statistics.median(times["guarded"]) / statistics.median(times["bare"]), 4
-    )
-    return result
+            times[side].append((time.perf_counter() - start) / repeats * 1e6)
+    return times
 
 
 def driver_memory(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:

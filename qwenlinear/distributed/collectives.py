@@ -169,9 +169,7 @@ def parse_names(names: Iterable[str | Collective], argument: str) -> frozenset[C
         ValueError: for an unknown name, or for one string where a collection is needed.
     """
     if isinstance(names, str):
-        raise ValueError(
-            f"{argument} needs a collection of names, got the string {names!r}; write [{names!r}]"
-        )
+        raise ValueError(f"{argument} needs a collection of names, got the string {names!r}; write [{names!r}]")
     try:
         return frozenset(carrier for name in names for carrier in Collective.carriers(name))
     except ValueError as error:

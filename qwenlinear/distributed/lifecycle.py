@@ -65,11 +65,7 @@ def guard_default_group(policy: CommMemoryPolicy | None = None) -> Iterator[Guar
 
 def _owned_guards() -> list[GuardedProcessGroup]:
     """Find the guards that own their group and aren't destroyed, in the same order on every rank."""
-    owned = [
-        g
-        for g in live_guards
-        if g._recipe is not None and (g.is_suspended or not isinstance(g._inner, Unusable))
-    ]
+    owned = [g for g in live_guards if g._recipe is not None and (g.is_suspended or not isinstance(g._inner, Unusable))]
     return sorted(owned, key=lambda g: g._order)
 
 
@@ -78,9 +74,8 @@ def _invalidate_after_fork() -> None:
     for guard in list(live_guards):
         guard._lock = threading.RLock()
         # Kept: tearing the group down would wait for the threads that are gone.
-        guard._inner = Unusable(
-            f"the guarded group {guard._name!r} can't be used in a forked process", guard._inner
-        )
+        guard._inner = Unusable(f"the guarded group {guard._name!r} can't be used in a forked process", guard._inner)
 
 
-os.register_at_fork(after_in_child=_invalidate_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_invalidate_after_fork)

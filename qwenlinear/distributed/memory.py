@@ -74,6 +74,20 @@ def release_cache(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Attach a note to an exception; Python 3.10 doesn't show notes, so it is logged there.
+
+    Args:
+        error: the exception, which stays what it is.
+        note: the text.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]
+        logger.error(note)
+
+
 @dataclass
 class Check:
     """What one check did.
@@ -92,8 +106,7 @@ class Check:
 
 
 class MemoryMonitor:
-    """Applies one policy's memory settings to one group: when the next check is due, and the back-off of
-    reclaims.
+    """Checks the memory for one group: when the next check is due, and when a reclaim may be tried.
 
     A reclaim that leaves less free than wanted is followed by a pause, 1 s at first, doubled each time up to
     64 s. So is one that did help but has to be repeated at the very next check of a timed collective: a

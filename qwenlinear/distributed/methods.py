@@ -7,11 +7,13 @@ They are made for whatever the installed PyTorch calls them, both spellings wher
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import torch
 
 from .collectives import METHODS, Collective
+from .policy import Rule
 
 
 class Unusable:
@@ -40,17 +42,30 @@ class ClassOnly:
         return self.function.__get__(owner, type(owner))  # type: ignore[no-any-return]
 
 
-def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Find the device of a call's first tensor, or the one a barrier names; the CPU if there is none."""
-    for value in (*args, *kwargs.values()):
+ALWAYS, TIMED = Rule.ALWAYS, Rule.TIMED
+_CPU = torch.device("cpu")
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: str = "cpu") -> torch.device:
+    """Find the device of a collective's first tensor, or the one that a barrier names.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        default: the type of device if there is none.
+
+    Returns:
+        The device.
+    """
+    for value in (*args, *kwargs.values()) if kwargs else args:
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
         if isinstance(value, torch.Tensor):
-            return value.device
+            return _CPU if value.is_cpu else value.device
         device = getattr(value, "device", None)
         if isinstance(device, torch.device):
             return device
-    return torch.device("cpu")
+    return torch.device(default)
 
 
 def _hide_from_compiler(function: Callable[..., Any]) -> None:
@@ -67,8 +82,36 @@ def _hide_from_compiler(function: Callable[..., Any]) -> None:
 
 
 def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
+    point_to_point = collective.is_point_to_point
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(method, collective, args, kwargs)
+        # Check, pass on, watch. Every user pays for every line here: between collectives the code is cold in
+        # the processor's caches, and costs some ten times what a loop over it shows.
+        target = getattr(self._inner, method)
+        tally = self._tallies[collective]
+        tally.calls += 1
+        kind = self._kind or device_of(args, kwargs).type
+        if kind == "cuda" or self._probe_always:
+            rule = tally.rule
+            due = rule is ALWAYS or (rule is TIMED and monotonic() >= self._monitor.next_due)
+            if due or kind not in tally.seen:
+                self._check(tally, collective, device_of(args, kwargs, kind))
+        try:
+            work = target(*args, **kwargs)
+            if work is not None:
+                options = kwargs.get("opts") if kwargs else args[-1] if args else None
+                if getattr(options, "asyncOp", True):
+                    self._pending[kind].add(work, hold=not point_to_point)
+                elif kind == "cuda":
+                    self._pending[kind].add_stream()
+                elif self._probe_always:
+                    # Its caller waits next, and finds it complete: a failure gets the probe's figures as its
+                    # note by being waited for here. Without a probe a CPU has no figures.
+                    work.wait()
+        except Exception as error:
+            self._annotate(error, collective, device_of(args, kwargs, kind))
+            raise
+        return work
 
     _hide_from_compiler(call)
     return call
@@ -83,9 +126,7 @@ def _delegated(method: str) -> Callable[..., Any]:
 
 def _refused(method: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group"
-        )
+        raise RuntimeError(f"{method} would pass by the guard {self._name!r}; call it on the guard's `inner` group")
 
     return call
 
@@ -133,7 +174,7 @@ def install_methods(guard: type, base: type) -> None:
     """Give a guard class the methods that its base has in this PyTorch.
 
     Args:
-        guard: the class, with ``_run``, ``_inner`` and ``_name``.
+        guard: the class, `GuardedProcessGroup`.
         base: ``ProcessGroup``.
     """
     for name in dir(base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ import torch
 
 if TYPE_CHECKING:
     from torch.distributed import Work
+
+
+TRIM = 64  # so many entries may be of works that are gone
 
 
 class PendingWorks:
@@ -33,6 +37,7 @@ class PendingWorks:
 
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
+        self._lock = threading.Lock()  # DDP starts works from autograd's threads
         self._works: deque[Work | weakref.ref[Work]] = deque()
         self._streams: dict[tuple[int, int], None] = {}  # (device index, CUDA's handle)
 
@@ -44,17 +49,22 @@ class PendingWorks:
             hold: whether to keep it alive until it is complete; only done on a CPU. False for what its caller
                 waits for at once and for point-to-point operations, which a dropped handle cancels.
         """
-        works = self._works
-        # Oldest first, and no queries of a GPU's events on this path.
-        while works:
-            oldest = works[0]
-            if isinstance(oldest, weakref.ref):
-                if oldest() is not None:
+        if self._cuda or not hold:
+            self._works.append(weakref.ref(work))
+            if len(self._works) < TRIM:
+                return
+        else:
+            self._works.append(work)
+        with self._lock:  # oldest first, and no queries of a GPU's events on this path
+            works = self._works
+            while works:
+                oldest = works[0]
+                if isinstance(oldest, weakref.ref):
+                    if oldest() is not None:
+                        break
+                elif not oldest.is_completed():
                     break
-            elif not oldest.is_completed():
-                break
-            works.popleft()
-        works.append(work if hold and not self._cuda else weakref.ref(work))
+                works.popleft()
 
     def add_stream(self) -> None:
         """Remember the current stream of the current GPU, on which a synchronous collective was just put."""
@@ -62,16 +72,20 @@ class PendingWorks:
 
     def any(self) -> bool:
         """Say whether something is incomplete; it asks every work, for the rare moment before a reclaim."""
-        self._works = deque(entry for entry in self._works if _incomplete(entry))
-        if self._works:
-            return True
+        with self._lock:
+            for _ in range(len(self._works)):  # in place: others append meanwhile
+                entry = self._works.popleft()
+                if _incomplete(entry):
+                    self._works.append(entry)
+            if self._works:
+                return True
         for stream in list(self._streams):
             if stream != _current_stream():
                 index, handle = stream
                 device = torch.device("cuda", index)
                 if not torch.cuda.ExternalStream(handle, device).query():  # type: ignore[no-untyped-call]
                     return True
-                del self._streams[stream]
+                self._streams.pop(stream, None)
         return False
 
     def wait(self) -> None:
@@ -93,9 +107,8 @@ class PendingWorks:
 
 
 def _current_stream() -> tuple[int, int]:
-    index = (
-        torch._C._cuda_getDevice()
-    )  # the functions of torch.cuda would take as long as the rest of the guard
+    # torch.cuda's own functions would take as long as the rest of the guard.
+    index = torch._C._cuda_getDevice()
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 

@@ -70,14 +70,8 @@ class CommMemoryPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", parse_names(self.allow, "allow"))
         object.__setattr__(self, "deny", parse_names(self.deny, "deny"))
-        if (
-            isinstance(self.min_free_bytes, bool)
-            or not isinstance(self.min_free_bytes, int)
-            or self.min_free_bytes < 0
-        ):
-            raise ValueError(
-                f"min_free_bytes needs a whole number of bytes >= 0, got {self.min_free_bytes!r}"
-            )
+        if isinstance(self.min_free_bytes, bool) or not isinstance(self.min_free_bytes, int) or self.min_free_bytes < 0:
+            raise ValueError(f"min_free_bytes needs a whole number of bytes >= 0, got {self.min_free_bytes!r}")
         number = isinstance(self.interval, (int, float)) and not isinstance(self.interval, bool)
         if not number or not math.isfinite(self.interval) or self.interval < 0:
             raise ValueError(f"interval needs a finite number of seconds >= 0, got {self.interval!r}")

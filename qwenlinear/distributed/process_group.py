@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,15 +14,15 @@ import torch.distributed as dist
 
 from . import registration
 from .collectives import Collective
-from .memory import MemoryMonitor, is_capturing
-from .methods import ClassOnly, Suspended, Unusable, device_of, install_methods
+from .memory import MemoryMonitor, add_note, is_capturing
+from .methods import ClassOnly, Suspended, Unusable, install_methods
 from .pending import PendingWorks
 from .policy import CommMemoryPolicy, Rule
 from .registration import Recipe
 from .stats import CollectiveStats, Tally, table
 
 if TYPE_CHECKING or dist.is_available():
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 else:
 
     class ProcessGroup:
@@ -32,8 +31,6 @@ else:
         def __init__(self, rank: int, size: int) -> None:
             registration.default_group()  # raises
 
-
-logger = logging.getLogger(__name__)
 
 # All guards of the process: a reclaim must not wait for any of them, a fork invalidates all.
 live_guards: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
@@ -48,9 +45,8 @@ class GuardedProcessGroup(ProcessGroup):
     a guard (``split_group``, a flattened mesh) are plain ones: guards don't spread. C++ paths that can't be
     overridden raise, for a guard has no backend of its own that they could use behind its back.
 
-    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` doesn't group the operations of any group that isn't exactly
-    a
-    ``ProcessGroup``: give pipelines on NCCL the `inner` group there.
+    On PyTorch 2.8 to 2.13, ``batch_isend_irecv`` groups operations only for what is exactly a
+    ``ProcessGroup``, no subclass: give pipelines on NCCL the `inner` group there.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -62,14 +58,11 @@ class GuardedProcessGroup(ProcessGroup):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(
-        self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None
-    ) -> None:
+    def __init__(self, inner: ProcessGroup, policy: CommMemoryPolicy | None, recipe: Recipe | None = None) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._inner: Any = inner
         self._policy = policy if policy is not None else CommMemoryPolicy()
-        self._recipe = recipe
-        self._name = self._desc = ""
+        self._recipe, self._name, self._desc = recipe, "", ""
         self._order: tuple[object, ...] = ()
         self._generation = 0
         self._timeouts: dict[str, timedelta] = {}
@@ -79,21 +72,18 @@ class GuardedProcessGroup(ProcessGroup):
         self._tallies = {c: Tally(self._policy.rule(c)) for c in Collective}
         self._devices: list[torch.device] = list(inner._device_types)
         types = [device.type for device in self._devices]
-        self._pending = {kind: PendingWorks(kind) for kind in types}
+        self._pending = defaultdict(lambda: PendingWorks("cpu"), {kind: PendingWorks(kind) for kind in types})
         # One type of device: known beforehand. gloo claims "cuda" too; without CUDA only the CPU is left.
         if len(types) > 1 and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             types = ["cpu"] if "cpu" in types else types
-        self._device = torch.device(types[0]) if len(types) == 1 else None
+        self._kind = types[0] if len(types) == 1 else ""
         self._probe_always = self._policy.probe is not None
         live_guards.add(self)
 
     # --- making one
-    # -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def wrap(
-        cls, group: ProcessGroup | None = None, policy: CommMemoryPolicy | None = None
-    ) -> GuardedProcessGroup:
+    def wrap(cls, group: ProcessGroup | None = None, policy: CommMemoryPolicy | None = None) -> GuardedProcessGroup:
         """Guard a group that exists; no communication, only the members call it.
 
         The guard doesn't own the group: destroying the guard leaves it usable, and it can't be suspended.
@@ -114,9 +104,7 @@ class GuardedProcessGroup(ProcessGroup):
         if not isinstance(inner, ProcessGroup):
             raise ValueError(f"a ProcessGroup that this rank is a member of is needed, got {inner!r}")
         if not registration.is_registered(inner):
-            raise ValueError(
-                "the group is unknown to torch.distributed (destroyed, or never registered there)"
-            )
+            raise ValueError("the group is unknown to torch.distributed (destroyed, or never registered there)")
         guard = cls(inner, policy)
         name = registration.free_name(f"guard/{inner.group_name}")
         registration.register_guard(guard, dist.get_process_group_ranks(inner), name)
@@ -124,7 +112,7 @@ class GuardedProcessGroup(ProcessGroup):
 
     @ClassOnly
     def new_group(
-        cls: type[GuardedProcessGroup],  # noqa: N805
+        cls: type[GuardedProcessGroup],
         ranks: Sequence[int] | None = None,
         policy: CommMemoryPolicy | None = None,
         backend: str = "nccl",
@@ -144,8 +132,8 @@ class GuardedProcessGroup(ProcessGroup):
             timeout: of the operations; None means PyTorch's default for the backend.
             pg_options: options of the backend; None means its defaults.
             group_desc: a description for logs.
-            device_id: connect at once, on this device. None (default) connects at the first collective, after
-                its check.
+            device_id: connect at once, on this device, without a check. None (default) connects at the first
+                collective, after its check.
 
         Returns:
             The guard, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that isn't in ``ranks``.
@@ -170,7 +158,6 @@ class GuardedProcessGroup(ProcessGroup):
         return guard
 
     # --- what a user asks
-    # -----------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> CommMemoryPolicy:
@@ -186,8 +173,7 @@ class GuardedProcessGroup(ProcessGroup):
         """
         if isinstance(self._inner, Unusable):
             raise RuntimeError(self._inner.reason)
-        inner: ProcessGroup = self._inner
-        return inner
+        return self._inner  # type: ignore[no-any-return]
 
     def stats(self) -> dict[Collective, CollectiveStats]:
         """Count what the guard did so far.
@@ -209,27 +195,7 @@ class GuardedProcessGroup(ProcessGroup):
         state = f", {self._inner.reason}" if isinstance(self._inner, Unusable) else ""
         return f"GuardedProcessGroup(name={self._name!r}, rank={self.rank()}, size={self.size()}{state})"
 
-    # --- the path of a collective
-    # ---------------------------------------------------------------------------------
-
-    def _run(self, method: str, collective: Collective, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = getattr(self._inner, method)
-        tally = self._tallies[collective]
-        tally.calls += 1
-        device = self._device or device_of(args, kwargs)
-        if self._probe_always or device.type == "cuda":
-            rule = tally.rule
-            due = rule is Rule.ALWAYS or (rule is Rule.TIMED and time.monotonic() >= self._monitor.next_due)
-            if due or device.type not in tally.seen:
-                self._check(tally, collective, device)
-        try:
-            work = target(*args, **kwargs)
-            if work is not None:
-                self._watch(work, collective, device, args, kwargs)
-        except Exception as error:
-            self._annotate(error, collective, device)
-            raise
-        return work
+    # --- what the guarded methods (methods.py) need besides their own few lines
 
     def _check(self, tally: Tally, collective: Collective, device: torch.device) -> None:
         if not self._probe_always and (self._coalescing or is_capturing(device)):
@@ -247,27 +213,6 @@ class GuardedProcessGroup(ProcessGroup):
             tally.bytes_given_back += result.given_back
             tally.seconds += result.seconds
 
-    def _watch(
-        self,
-        work: Work,
-        collective: Collective,
-        device: torch.device,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        options = kwargs["opts"] if "opts" in kwargs else (args[-1] if args else None)
-        pending = self._pending.get(device.type)
-        if pending is None:  # a device without a backend: the inner group has its own error
-            return
-        if getattr(options, "asyncOp", True):
-            pending.add(work, hold=not collective.is_point_to_point)
-        elif device.type == "cuda":
-            pending.add_stream()
-        else:
-            # The caller waits next. Waiting here lets a failure be annotated, and costs nothing: it's
-            # complete then.
-            work.wait()
-
     def _in_flight(self, device: torch.device) -> bool:
         if any(pending.any() for pending in self._pending.values()):
             return True
@@ -275,15 +220,9 @@ class GuardedProcessGroup(ProcessGroup):
         return any(guard._pending[device.type].any() for guard in others if device.type in guard._pending)
 
     def _annotate(self, error: Exception, collective: Collective, device: torch.device) -> None:
-        note = f"{collective} on {self!r}: {self._monitor.note(device)}"
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10 has no notes: keep it where 3.11 does, and log it so that somebody sees it
-            vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]
-            logger.error(note)
+        add_note(error, f"{collective} on {self!r}: {self._monitor.note(device)}")
 
     # --- coalescing: what is between the two belongs to one operation
-    # ------------------------------------------------
 
     def _start_coalescing(self, device_type: torch.device) -> None:
         self._inner._start_coalescing(device_type)
@@ -296,12 +235,9 @@ class GuardedProcessGroup(ProcessGroup):
             self._pending[device_type.type].add(work, hold=False)
         return work
 
-    # The names that C++ looks up from 2.15 on.
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ looks up from 2.15 on
 
     # --- what torch.distributed asks
-    # ------------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a NewType of str
@@ -319,15 +255,15 @@ class GuardedProcessGroup(ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks up
+    def getGroupName(self) -> str:
         """The name, for C++."""
         return self._name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         """The description, for C++."""
         return self._desc
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """Not the inner backend's name, for C++: DDP would then look for that backend in the guard itself."""
         return registration.BACKEND
 
@@ -338,8 +274,7 @@ class GuardedProcessGroup(ProcessGroup):
     @property
     def bound_device_id(self) -> torch.device | None:
         """The device that the inner group is bound to."""
-        device: torch.device | None = self._inner.bound_device_id
-        return device
+        return self._inner.bound_device_id  # type: ignore[no-any-return]
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
@@ -347,6 +282,8 @@ class GuardedProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by ``destroy_process_group``: the guard ends, and with it a group that it owns."""
+        if isinstance(self._inner, Unusable) and not self.is_suspended:
+            return  # destroyed before, or in a forked child, where tearing down would hang
         inner, self._inner = self._inner, Unusable(f"the guarded group {self._name!r} was destroyed")
         for pending in self._pending.values():
             pending.clear()
@@ -354,7 +291,6 @@ class GuardedProcessGroup(ProcessGroup):
             registration.destroy(inner)
 
     # --- suspending
-    # -------------------------------------------------------------------------------------------------
 
     @property
     def is_suspended(self) -> bool:
@@ -378,9 +314,7 @@ class GuardedProcessGroup(ProcessGroup):
         if "cuda" in self._pending and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._timeouts = registration.backend_timeouts(inner)
-        self._inner = Suspended(
-            f"the guarded group {self._name!r} is suspended; call resume() before using it"
-        )
+        self._inner = Suspended(f"the guarded group {self._name!r} is suspended; call resume() before using it")
         registration.destroy(inner)
 
     def resume(self) -> None:
@@ -396,8 +330,8 @@ class GuardedProcessGroup(ProcessGroup):
         if not self.is_suspended:
             self.inner  # noqa: B018 - raises on a destroyed group
             return
-        inner = registration.build(recipe, f"{self._name}/inner/{self._generation + 1}")
-        self._generation += 1
+        self._generation += 1  # a name that a failed attempt left in the store isn't used again
+        inner = registration.build(recipe, f"{self._name}/inner/{self._generation}")
         registration.restore_timeouts(inner, self._timeouts)
         self._inner = inner
         self._monitor.restart()

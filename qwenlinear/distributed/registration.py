@@ -81,9 +81,7 @@ def members(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     """
     found = tuple(sorted(range(world_size) if ranks is None else ranks))
     if not found or len(set(found)) != len(found) or found[0] < 0 or found[-1] >= world_size:
-        raise ValueError(
-            f"ranks needs distinct ranks from 0 to {world_size - 1}, at least one; got {ranks!r}"
-        )
+        raise ValueError(f"ranks needs distinct ranks from 0 to {world_size - 1}, at least one; got {ranks!r}")
     return found
 
 

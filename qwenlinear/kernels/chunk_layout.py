@@ -1,16 +1,20 @@
-"""ChunkLayout: where the tokens of all sequences lie when they are cut into chunks, so that no sequence needs a Python call.
+"""ChunkLayout: how the tokens of all sequences are cut into chunks, so that no sequence needs a Python call of its own.
 
-Rows (chunks) are step-major: step s holds the s-th chunk of every sequence that has one, sequences ordered by their number of
-chunks, longest first. So the sequences alive at a step are always the first of that step's rows, and a scan over steps advances
-all sequences together by plain slices.
+Sequences are ordered by their number of chunks, longest first, and taken in groups. Within a group chunks ("rows") are
+step-major: step s holds the s-th chunk of every sequence that has one, so the sequences alive at a step are always the first of
+that step's rows, and a scan over steps advances all of them together by plain slices. Consecutive steps make a block, which is
+what is worked on at a time: on a CPU as much as stays in its caches, on a GPU enough to fill it. Memory for what happens within
+chunks is that of one block, however long the sequences are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,131 +25,242 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
-    """The cut of B x T tokens (dense) or of T packed tokens into chunks of one size.
+class TokenIndex:
+    """Where the tokens of a block lie when they are not one regular slice.
+
+    Args:
+        gather: ``[rows * C]`` token of each slot (padding slots hold any token).
+        padding: slots that are padding.
+        slots: ``[t]`` slots that are tokens.
+        tokens: ``[t]`` the token of each of those.
+    """
+
+    gather: Tensor
+    padding: Tensor
+    slots: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive steps of a group of sequences.
 
     Args:
         size: tokens of a chunk, C; the last chunk of a sequence is padded with zeros.
-        counts: rows of each step, never rising; ``counts[0]`` is N.
-        dense: ``(B, T)`` of dense input, else None.
-        gather: ``[rows * C]`` token of each slot (padding slots hold any token), None when dense.
-        padding: ``[P]`` slots that are padding, None when dense.
-        scatter: ``[T]`` slot of each token, None when dense.
-        order: ``[N]`` sequences by rank, None when dense (identity).
-        rank: ``[N]`` the inverse of order, None when dense.
+        counts: rows of each step, never rising.
+        later: sequences that have a chunk after this block.
+        first: whether the block begins at the first tokens of its sequences.
+        view: ``(batch start, batch stop, token start, token stop)`` of a regular block, else None.
+        index: its tokens where there is no such view.
     """
 
     size: int
     counts: tuple[int, ...]
-    dense: tuple[int, int] | None = None
-    gather: Tensor | None = None
-    padding: Tensor | None = None
-    scatter: Tensor | None = None
+    later: int
+    first: bool
+    view: tuple[int, int, int, int] | None = None
+    index: TokenIndex | None = None
+
+    @property
+    def rows(self) -> int:
+        """Chunks of the block."""
+        return sum(self.counts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the block is a view of the tokens: regular, without padding."""
+        return self.view is not None and (self.view[3] - self.view[2]) % self.size == 0
+
+    def walk(self) -> list[tuple[slice, int, int]]:
+        """For each step its rows, their number, and how many of their sequences go on after it."""
+        starts = [sum(self.counts[:step]) for step in range(len(self.counts))]
+        following = (*self.counts[1:], self.later)
+        return [(slice(s, s + n), n, later) for s, n, later in zip(starts, self.counts, following, strict=True)]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The block's tokens, padding as zeros; a view where the block is :attr:`whole`.
+
+        Args:
+            x: ``[B, T, ...]``.
+
+        Returns:
+            ``[steps, n, C, ...]`` of a regular block, ``[rows, C, ...]`` of another.
+        """
+        C, tail = self.size, x.shape[2:]
+        if self.view is None:
+            assert self.index is not None
+            slots = x[0].index_select(0, self.index.gather).index_fill_(0, self.index.padding, 0)
+            return slots.view(-1, C, *tail)
+        b0, b1, t0, t1 = self.view
+        x = x[b0:b1, t0:t1]
+        if not self.whole:  # one step, cut off by the end of the sequences
+            padded = x.new_zeros(1, b1 - b0, C, *tail)
+            padded[0, :, : t1 - t0] = x
+            return padded
+        return x.view(b1 - b0, -1, C, *tail).transpose(0, 1)
+
+    def as_tokens(self, chunks: Tensor) -> Tensor:
+        """A view of chunks ``[rows, heads, C, ...]`` in the order of :meth:`tokens`, C before heads."""
+        if self.view is None:
+            return chunks.transpose(1, 2)
+        steps = len(self.counts)
+        return chunks.view(steps, chunks.shape[0] // steps, *chunks.shape[1:]).transpose(2, 3)
+
+    def cut(self, x: Tensor, chunks: Tensor) -> Tensor:
+        """Copy tokens ``[B, T, heads, ...]`` into chunks ``[rows, heads, C, ...]``, casting on the way; returns chunks."""
+        self.as_tokens(chunks).copy_(self.tokens(x))
+        return chunks
+
+    def join(self, chunks: Tensor, x: Tensor) -> None:
+        """The inverse of :meth:`cut`: write chunks to their tokens in x."""
+        source = self.as_tokens(chunks)
+        if self.view is None:
+            assert self.index is not None
+            tokens = source.flatten(0, 1).index_select(0, self.index.slots)
+            x[0].index_copy_(0, self.index.tokens, tokens.to(x.dtype))
+        elif self.whole:
+            self.tokens(x).copy_(source)
+        else:
+            b0, b1, t0, t1 = self.view
+            x[b0:b1, t0:t1] = source[0, :, : t1 - t0]
+
+    def steps(self, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """:meth:`tokens` of each step, heads first: ``[n, heads..., C, D]`` of x ``[B, T, heads..., D]``; cast if told."""
+        tokens = self.tokens(x).to(dtype or x.dtype)
+        if self.view is None:
+            return cast("tuple[Tensor, ...]", tokens.movedim(1, -2).split(self.counts))
+        return tokens.movedim(2, -2).unbind(0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences that advance together.
+
+    Args:
+        blocks: their steps, in order.
+        number: how many sequences, n.
+        start: the first of them in the caller's order, where they are consecutive.
+        order: ``[n]`` which of the caller's sequences each one is, where they are not.
+    """
+
+    blocks: tuple[Block, ...]
+    number: int
+    start: int = 0
     order: Tensor | None = None
-    rank: Tensor | None = None
+
+    def take(self, states: Tensor) -> Tensor:
+        """The group's states ``[n, ...]`` out of all ``[N, ...]``; may be a view."""
+        if self.order is None:
+            return states[self.start : self.start + self.number]
+        return states.index_select(0, self.order)
+
+    def put(self, states: Tensor, begin: int, part: Tensor) -> None:
+        """Write the states of the group's sequences from ``begin`` on to where they belong in ``states [N, ...]``."""
+        end = begin + len(part)
+        if self.order is None:
+            states[self.start + begin : self.start + end] = part
+        else:
+            states.index_copy_(0, self.order[begin:end], part)
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The cut of B x T tokens (dense) or of T packed tokens into chunks of one size.
+
+    Args:
+        size: tokens of a chunk, C.
+        groups: the sequences.
+        shape: ``(N, T / N)`` for packed documents of one length, which are a dense batch; None leaves tensors as they are.
+    """
+
+    size: int
+    groups: tuple[Group, ...]
+    shape: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, packed: PackedSequences | None, B: int, T: int, device: torch.device) -> ChunkLayout:
-        """The layout of a call, made once a PackedSequences.
+    def of(
+        cls, packed: PackedSequences | None, B: int, T: int, device: torch.device, row_bytes: int, state_bytes: int
+    ) -> ChunkLayout:
+        """The layout of a call.
 
         Args:
             packed: boundaries without empty sequences, or None for dense input.
             B: batch size.
             T: tokens of a batch row, at least 1.
             device: where the indices are needed.
+            row_bytes: what the work within a chunk of 32 tokens takes of memory.
+            state_bytes: the size of one sequence's state.
 
         Returns:
             The layout with the chunk size of least work.
         """
+        budget = _budget(device)
+        rows, sequences = max(1, budget // row_bytes), max(1, budget // state_bytes)
+        step = _STEP_WORK["cpu" if device.type == "cpu" else "accelerator"]
         if packed is None:
-            size = _cheapest_size({T: B})
-            return cls(size, (B,) * -(-T // size), dense=(B, T))
-        return packed.derive((cls, device), lambda: _packed_layout(packed, device))
+            return _dense_layout(B, T, _cheapest_size({T: B}, step), rows, sequences)
+        lengths = packed.lengths
+        if min(lengths) == max(lengths):
+            N, T = len(lengths), lengths[0]
+            layout = _dense_layout(N, T, _cheapest_size({T: N}, step), rows, sequences)
+            return ChunkLayout(layout.size, layout.groups, (N, T))
+        key = (cls, device, rows, sequences)
+        return packed.derive(key, lambda: _packed_layout(lengths, device, step, rows, sequences))
 
-    @property
-    def rows(self) -> int:
-        """Chunks of all sequences."""
-        return sum(self.counts)
-
-    @property
-    def starts(self) -> list[int]:
-        """First row of each step."""
-        return [0, *accumulate(self.counts[:-1])]
-
-    def cut(self, x: Tensor, out: Tensor) -> Tensor:
-        """Copy tokens into chunks, heads before tokens, casting on the way; padding becomes zero.
-
-        Args:
-            x: ``[B, T, heads, ...]``.
-            out: ``[rows, heads, C, ...]``, written to.
-
-        Returns:
-            out.
-        """
-        C = self.size
-        if self.dense is None:
-            assert self.gather is not None
-            assert self.padding is not None
-            slots = x.flatten(0, 1).index_select(0, self.gather).index_fill_(0, self.padding, 0)
-            return out.copy_(slots.unflatten(0, (-1, C)).transpose(1, 2))
-        B, T = self.dense
-        whole, rest = divmod(T, C)
-        steps = out.unflatten(0, (-1, B)).transpose(2, 3)  # [steps, B, C, heads, ...]
-        if whole:
-            steps[:whole].copy_(x[:, : whole * C].unflatten(1, (whole, C)).transpose(0, 1))
-        if rest:
-            steps[whole, :, :rest].copy_(x[:, whole * C :])
-            steps[whole, :, rest:].zero_()
-        return out
-
-    def join(self, chunks: Tensor, like: Tensor) -> Tensor:
-        """The inverse of :meth:`cut`: tokens in their places.
-
-        Args:
-            chunks: ``[rows, heads, C, ...]``.
-            like: a tensor of the wanted dtype, batch and token sizes.
-
-        Returns:
-            ``[B, T, heads, ...]`` in like's dtype, contiguous.
-        """
-        C = self.size
-        if self.dense is None:
-            assert self.scatter is not None
-            tokens = chunks.transpose(1, 2).flatten(0, 1).index_select(0, self.scatter)
-            return tokens.unsqueeze(0).to(like.dtype)
-        B, T = self.dense
-        out = like.new_empty(B, T, chunks.shape[1], *chunks.shape[3:])
-        whole, rest = divmod(T, C)
-        steps = chunks.unflatten(0, (-1, B)).transpose(2, 3)
-        if whole:
-            out[:, : whole * C].unflatten(1, (whole, C)).transpose(0, 1).copy_(steps[:whole])
-        if rest:
-            out[:, whole * C :].copy_(steps[whole, :, :rest])
-        return out
-
-    def ranked(self, states: Tensor) -> Tensor:
-        """States ``[N, ...]`` from the caller's order into the order of rows."""
-        return states if self.order is None else states.index_select(0, self.order)
-
-    def unranked(self, states: Tensor) -> Tensor:
-        """States ``[N, ...]`` from the order of rows into the caller's order."""
-        return states if self.rank is None else states.index_select(0, self.rank)
+    def fold(self, x: Tensor) -> Tensor:
+        """Tokens ``[B, T, ...]`` as the blocks see them; a view."""
+        return x if self.shape is None else x.view(*self.shape, *x.shape[2:])
 
 
-def _cheapest_size(lengths: dict[int, int] | Counter[int]) -> int:
+# The launches of a step over all sequences, counted as floating-point operations of one head out of eight: about 30 us of a
+# CPU of two cores, about 0.15 ms of a GPU.
+_STEP_WORK = {"cpu": 800_000, "accelerator": 100_000_000}
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes that a block's temporaries may take: what stays in the caches of a CPU's cores, what fills a GPU."""
+    return max(2, torch.get_num_threads()) * 4_000_000 if device.type == "cpu" else 512_000_000
+
+
+def _cheapest_size(lengths: Mapping[int, int], step_work: int) -> int:
     """The chunk size of least work for these sequence lengths (length -> how many).
 
-    The weights are operation counts for K = V = 128 and eight heads: a token's share of the products with the state and within
-    its chunk, a chunk's pass over its state, and the launches of a step (about 0.1 ms on a CPU). They only have to rank
-    seven sizes.
+    The weights are operation counts of one head for K = V = 128: a token's share of the products with the state and within
+    its chunk, a chunk's pass over its state, and the launches of a step. They only have to rank seven sizes.
     """
 
     def work(size: int) -> float:
         chunks = sum(-(-length // size) * number for length, number in lengths.items())
         steps = -(-max(lengths) // size)
-        return chunks * size * (98_000 + 1_000 * size) + chunks * 330_000 + steps * 2_500_000
+        return chunks * size * (98_000 + 1_000 * size) + chunks * 330_000 + steps * step_work
 
     return min(_SIZES, key=work)
+
+
+def _cut_groups(number: int, rows: int, sequences: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sequences that advance together, of nearly equal size."""
+    groups = -(-number // min(rows, sequences, number))
+    bounds = [number * i // groups for i in range(groups + 1)]
+    yield from pairwise(bounds)
+
+
+@lru_cache(maxsize=256)
+def _dense_layout(B: int, T: int, C: int, rows: int, sequences: int) -> ChunkLayout:
+    groups = []
+    rest = T % C
+    whole = T - rest
+    for b0, b1 in _cut_groups(B, rows, sequences):
+        n = b1 - b0
+        stride = max(1, rows // n) * C
+        bounds = [*range(0, whole, stride), whole] if whole else [0]
+        if rest:
+            bounds.append(T)
+        blocks = [
+            Block(C, (n,) * -(-(t1 - t0) // C), n if t1 < T else 0, t0 == 0, view=(b0, b1, t0, t1))
+            for t0, t1 in pairwise(bounds)
+        ]
+        groups.append(Group(tuple(blocks), n, start=b0))
+    return ChunkLayout(C, tuple(groups))
 
 
 def token_slots(lengths: Tensor, size: int) -> tuple[list[int], Tensor, Tensor]:
@@ -169,16 +284,40 @@ def token_slots(lengths: Tensor, size: int) -> tuple[list[int], Tensor, Tensor]:
     return alive.tolist(), order, row * size + position % size
 
 
-def _packed_layout(packed: PackedSequences, device: torch.device) -> ChunkLayout:
-    size = _cheapest_size(Counter(packed.lengths))
-    counts, order, scatter = token_slots(torch.tensor(packed.lengths, dtype=torch.int64, device="cpu"), size)
-    slots = sum(counts) * size
-    gather = torch.zeros(slots, dtype=torch.int64, device="cpu").scatter_(
-        0, scatter, torch.arange(len(scatter), device="cpu")
-    )
-    used = torch.zeros(slots, dtype=torch.bool, device="cpu").index_fill_(0, scatter, True)
-    padding = (~used).nonzero().squeeze(1)
-    rank = torch.argsort(order)
-    move: Iterable[Tensor] = (gather, padding, scatter, order, rank)
-    gather, padding, scatter, order, rank = (index.to(device) for index in move)
-    return ChunkLayout(size, tuple(counts), None, gather, padding, scatter, order, rank)
+def _packed_layout(
+    lengths: tuple[int, ...], device: torch.device, step_work: int, rows: int, sequences: int
+) -> ChunkLayout:
+    C = _cheapest_size(Counter(lengths), step_work)
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    begins = sizes.cumsum(0) - sizes
+    order = torch.argsort((sizes + C - 1) // C, descending=True, stable=True)
+    groups = []
+    for first, last in _cut_groups(len(lengths), rows, sequences):
+        mine = order[first:last]
+        counts, rank, slots = token_slots(sizes[mine], C)
+        assert torch.equal(rank, torch.arange(len(mine)))  # already in order
+        own = sizes[mine]
+        offsets = torch.repeat_interleave(begins[mine] - (own.cumsum(0) - own), own)
+        tokens = torch.arange(len(slots), device="cpu") + offsets
+        blocks = tuple(_packed_blocks(C, counts, slots, tokens, rows, device))
+        groups.append(Group(blocks, len(mine), order=mine.to(device)))
+    return ChunkLayout(C, tuple(groups))
+
+
+def _packed_blocks(
+    C: int, counts: list[int], slots: Tensor, tokens: Tensor, rows: int, device: torch.device
+) -> Iterator[Block]:
+    """Cut the steps of a group into blocks of at most so many rows (or one step)."""
+    by_slot = torch.full((sum(counts) * C,), -1, dtype=torch.int64, device="cpu").scatter_(0, slots, tokens)
+    step = 0
+    while step < len(counts):
+        begin = step
+        while step < len(counts) and (step == begin or sum(counts[begin : step + 1]) <= rows):
+            step += 1
+        mine = tuple(counts[begin:step])
+        gather, by_slot = by_slot.split([sum(mine) * C, len(by_slot) - sum(mine) * C])
+        used = gather >= 0
+        slot = used.nonzero().squeeze(1)
+        parts = (gather.clamp(min=0), (~used).nonzero().squeeze(1), slot, gather[slot])
+        index = TokenIndex(*(part.to(device) for part in parts))
+        yield Block(C, mine, counts[step] if step < len(counts) else 0, begin == 0, index=index)

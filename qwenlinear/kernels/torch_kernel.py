@@ -59,7 +59,10 @@ class TorchKernel(GatedDeltaKernel):
     }
 
     def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
-        layout = ChunkLayout.of(inputs.packed, inputs.B, inputs.T, inputs.q.device)
+        H, HV, K, V, size = inputs.H, inputs.HV, inputs.K, inputs.V, inputs.g.element_size()
+        state = HV * K * V * size
+        within = 32 * (H * 2 * K + HV * (2 * V + 4 * 32)) * size  # of a chunk of 32 tokens
+        layout = ChunkLayout.of(inputs.packed, inputs.B, inputs.T, inputs.q.device, within, state)
         return chunked_gated_delta_rule(
             inputs.q,
             inputs.k,

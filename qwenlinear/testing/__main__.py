@@ -14,6 +14,8 @@ import torch
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels.auto import kernel_from_name
+from qwenlinear.testing.cases import Case
+from qwenlinear.testing.generate import generate
 from qwenlinear.testing.kernel import check_kernel
 from qwenlinear.testing.report import ConformanceError, ConformanceReport
 
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kernels", default="torch", help="names, separated by commas, as --qwen-gdn-backend takes them"
     )
     parser.add_argument("--device", default="cpu", help="where the tensors lie (default: cpu)")
+    parser.add_argument("--dtypes", help="only these, separated by commas (default: all that a kernel declares)")
     parser.add_argument("--packings", type=int, default=1000, help="random packings a form (default: 1000)")
     parser.add_argument(
         "--heads", type=_heads, action="append", help="H,HV,K,V to try instead of the default; repeatable"
@@ -64,7 +67,15 @@ def _check(name: str, args: argparse.Namespace) -> tuple[str, ConformanceReport 
     except UnsupportedCall as error:
         return f"not run here: {error}", None, time.perf_counter() - start
     try:
-        report = check_kernel(kernel, args.device, first_failure=False, heads=args.heads, packings=args.packings)
+        heads = None if args.heads is None else tuple(args.heads)
+        cases: list[Case] | None = None
+        if args.dtypes is not None:
+            wanted = args.dtypes.split(",")
+            every = generate(kernel, torch.device(args.device).type, heads, args.packings)
+            cases = [case for case in every if case.dtype in wanted]
+        report = check_kernel(
+            kernel, args.device, first_failure=False, cases=cases, heads=heads, packings=args.packings
+        )
     except ConformanceError as error:
         report = error.report
     return report.table(), report, time.perf_counter() - start
