@@ -163,7 +163,6 @@ class _Generator:
         yield full.but(topic="packed single document", lengths=(50,))
         for words, lengths in (("first", (0, 9, 4)), ("between", (9, 0, 0, 4)), ("last", (9, 4, 0)), ("only", (0, 0))):
             yield full.but(topic=f"empty document {words}", lengths=lengths)
-        yield full.but(topic="300 packed documents", lengths=(1, 3, 0, 2) * 75, heads=self.plain)
         for boundaries in ("int32", "int64"):
             yield full.but(topic=f"boundaries in {boundaries}", lengths=(5, 0, 12), boundaries=boundaries)
         yield full.but(topic="packed equals separate", check="separate", lengths=(3, 0, 70))
@@ -193,6 +192,8 @@ class _Generator:
             yield self.full.but(topic=f"head sizes K={K} V={V}", heads=(H, HV, K, V), T=70, B=1)
         if self.base.form == "chunk":
             yield self.base.but(topic="40000 tokens", T=40_000, heads=self.plain, **self.states)
+            if self.capabilities.packed:
+                yield self.full.but(topic="300 packed documents", lengths=(1, 3, 0, 2) * 75, heads=self.plain)
             if self.capabilities.packed and packings:
                 pool = tuple(
                     int(n) for n in torch.randint(0, 301, (24,), generator=torch.Generator("cpu").manual_seed(1))
@@ -202,7 +203,7 @@ class _Generator:
                 )
                 yield random.but(heads=self.plain, **self.states, **self.gradients())
         if self.capabilities.compile_safe:
-            yield self.full.but(topic="torch.compile", check="compiled")
+            yield self.full.but(topic="torch.compile", check="compiled", T=5)
         yield from beyond(self.capabilities, self.base)
 
 

@@ -158,6 +158,7 @@ def _narrow(kernel: GatedDeltaKernel, device: torch.device) -> Iterator[str]:
 def _cases_of(name: str, declared: list[Case], wider: list[Case]) -> list[Case]:
     """The cases that a capability decides about."""
     lowered: dict[str, Callable[[Case], bool]] = {
+        "dense": lambda case: case.lengths is None,
         "qk_l2norm": lambda case: bool(case.l2norm),
         "strided": lambda case: case.layout != "contiguous",
         "value_head_groups": lambda case: case.heads[1] > case.heads[0],
