@@ -64,6 +64,7 @@ class GuardedProcessGroup(ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._inner: Any = inner
         self._policy = policy if policy is not None else CommMemoryPolicy()
+        self._rank, self._size = inner.rank(), inner.size()
         self._recipe, self._name, self._desc = recipe, "", ""
         self._order: tuple[object, ...] = ()
         self._generation = 0
@@ -244,6 +245,14 @@ class GuardedProcessGroup(ProcessGroup):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ looks up from 2.15 on
 
     # --- what torch.distributed asks
+
+    def rank(self) -> int:
+        """This process's rank in the group; asked by every collective, and slower by way of the C++ base."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of members."""
+        return self._size
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a NewType of str
