@@ -123,7 +123,10 @@ _CUDA = {"device_type": "cuda", "cuda": Version("13.0"), "torch": Version("2.11.
 MACHINES: dict[str, Hardware] = {
     "cpu": Hardware(device_type="cpu", torch=Version("2.14.1+cpu"), packages={"transformers": "5.24.0"}),
     "cpu-with-fla": Hardware(
-        device_type="cpu", torch=Version("2.14.1+cu130"), cuda=Version("13.0"), packages={**_PACKAGES, "flash-qla": "0.1.3"}
+        device_type="cpu",
+        torch=Version("2.14.1+cu130"),
+        cuda=Version("13.0"),
+        packages={**_PACKAGES, "flash-qla": "0.1.3"},
     ),
     "sm80": Hardware(capability=(8, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
     "sm90": Hardware(capability=(9, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
@@ -149,7 +152,10 @@ def doctor_of(name: str) -> str:
     device = "cuda" if machine.device_type == "cuda" else "cpu"
     installed = {line: wants for line, wants in _REQUIREMENTS.items() if machine.package(line.split()[0]) is not None}
     driver = "580.159.03" if machine.capability else ""
-    with mock.patch.object(FLAKernel, "_load", lambda self: ()), mock.patch.object(FlashQLAKernel, "_load", lambda self: ()):
+    with (
+        mock.patch.object(FLAKernel, "_load", lambda self: ()),
+        mock.patch.object(FlashQLAKernel, "_load", lambda self: ()),
+    ):
         report = doctor.examine(
             None, device, lambda where: machine, driver=driver, requirements=installed, environment={}
         )
