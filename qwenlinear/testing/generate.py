@@ -19,14 +19,14 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def head_configurations(capabilities: KernelCapabilities, device_type: str) -> tuple[Heads, ...]:
-    """The head configurations that a kernel is tried with; few where each may cost a compilation.
+    """The head configurations that a kernel is tried with; one where each may cost a compilation.
 
     Args:
         capabilities: of the kernel.
-        device_type: ``"cpu"`` tries every size that is declared out of a list of 15; elsewhere two configurations at most.
+        device_type: ``"cpu"`` tries every size that is declared out of a list of 15; elsewhere one, that of Qwen3.5.
 
     Returns:
-        ``(H, HV, K, V)`` each: the first for single features, the second with head groups, then sizes alone.
+        ``(H, HV, K, V)`` each: the first for single features, the second (or the only one) with head groups, then sizes alone.
     """
     keys, values = (_declared(s) for s in (capabilities.key_head_sizes, capabilities.value_head_sizes))
     if not keys or not values:
@@ -34,8 +34,7 @@ def head_configurations(capabilities: KernelCapabilities, device_type: str) -> t
             f"no head size to try: K in {keys}, V in {values} of {sorted(_SIZES)}; pass heads=[(H, HV, K, V)]"
         )
     if device_type != "cpu":
-        largest = (16, 32, 128 if 128 in keys else keys[0], 128 if 128 in values else values[0])
-        return ((4, 4, 64, 64), largest) if 64 in keys and 64 in values else (largest,)
+        return ((16, 32, 128 if 128 in keys else keys[0], 128 if 128 in values else values[0]),)
     plain = (2, 2, keys[0], values[0])
     grouped = (2, 6, keys[1 % len(keys)], values[-1 if len(values) < 3 else 2])
     if keys == values == list(_SIZES):
