@@ -48,7 +48,8 @@ def interleave(
     Args:
         calls: name -> call, each the same work.
         device: where they run; on a GPU time is read from CUDA events.
-        rounds: rounds wanted; fewer (at least 3) where they would take longer than ``seconds``.
+        rounds: rounds wanted; fewer (at least 3) where they would take longer than ``seconds``. A contender whose single call
+            takes more than a sixth of that has one round.
         seconds: time for all rounds together.
         least: seconds that one measurement should last; shorter calls are repeated within it (at most 50 times).
 
@@ -65,16 +66,17 @@ def interleave(
     estimate: dict[str, float] = {}
     for name, call in calls.items():
         with _keep_error(timings[name]):
-            once(call, device)  # compiles, tunes, allocates
-            estimate[name] = min(once(call, device) for _ in range(2))
+            first = once(call, device)  # compiles, tunes, allocates
+            estimate[name] = first if first > seconds / 6 else min(once(call, device) for _ in range(2))
             repeats[name] = max(1, min(50, int(least / max(estimate[name], 1e-9))))
-    whole = sum(estimate[name] * count for name, count in repeats.items())
+    slow = {name for name, time_ in estimate.items() if time_ > seconds / 6}
+    whole = sum(estimate[name] * count for name, count in repeats.items() if name not in slow)
     rounds = max(3, min(rounds, int(seconds / max(whole, 1e-9))))
     names = list(repeats)
     for turn in range(rounds):
         start = turn % max(1, len(names))
         for name in names[start:] + names[:start]:
-            if timings[name].error is None:
+            if timings[name].error is None and not (turn and name in slow):
                 with _keep_error(timings[name]):
                     timings[name].seconds.append(once(calls[name], device, repeats[name]))
     return timings

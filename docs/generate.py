@@ -1,0 +1,178 @@
+"""Fill in what the documentation says by machine: capability table, the doctor's words, tables of measurements.
+
+    python docs/generate.py            # rewrite the generated parts
+    python docs/generate.py --check    # exit 1 where they are out of date
+
+A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
+`qwenlinear bench kernels` wrote them; a part whose file does not exist is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from packaging.version import Version
+
+from qwenlinear import doctor
+from qwenlinear.bench import kernels_report
+from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TorchKernel
+from qwenlinear.kernels.hardware import Hardware
+
+DOCS = Path(__file__).resolve().parent
+_PART = re.compile(r"<!-- generated: (?P<name>[\w:.-]+) -->\n.*?<!-- end -->", re.DOTALL)
+_KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
+
+
+def main() -> int:
+    """Rewrite or check every page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    args = parser.parse_args()
+    stale = []
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text()
+        new = fill(text)
+        if new != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new)
+    print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
+    return int(args.check and bool(stale))
+
+
+def fill(text: str) -> str:
+    """A page with its generated parts made anew.
+
+    Args:
+        text: the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        KeyError: a part that nobody knows how to make.
+    """
+
+    def part(found: re.Match[str]) -> str:
+        kind, _, rest = found["name"].partition(":")
+        return f"<!-- generated: {found['name']} -->\n{_MAKERS[kind](rest)}\n<!-- end -->"
+
+    return _PART.sub(part, text)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def capabilities(_: str) -> str:
+    """What each kernel declares."""
+
+    def yes(name: str) -> Callable[[KernelCapabilities], str]:
+        return lambda found: "yes" if getattr(found, name) else "-"
+
+    rows: list[tuple[str, Callable[[KernelCapabilities], str]]] = [
+        ("devices", lambda found: "any" if found.devices is None else ", ".join(sorted(found.devices))),
+        ("dtypes of q, k, v", lambda found: ", ".join(sorted(str(d).removeprefix("torch.") for d in found.dtypes))),
+        ("key head sizes K", lambda found: _sizes(found.key_head_sizes)),
+        ("value head sizes V", lambda found: _sizes(found.value_head_sizes)),
+        ("chunked form: training, prefill", yes("chunk")),
+        ("recurrent form: decoding", yes("step")),
+        ("gradients of the chunked form", yes("backward")),
+        ("gradients of the recurrent form", yes("step_backward")),
+        ("gradients to and from states", yes("state_backward")),
+        ("packed documents", yes("packed")),
+        ("documents of no tokens", lambda found: "yes" if found.empty_sequences else "left out and put back"),
+        ("more value heads than key heads", lambda found: "yes" if found.value_head_groups else "by repeating q and k"),
+        ("normalises q and k itself", lambda found: "yes" if found.qk_l2norm else "before the call"),
+        ("strided tensors", lambda found: "yes" if found.strided else "by copying"),
+        ("bitwise repeatable", lambda found: "declared" if found.deterministic else "not declared"),
+        ("`torch.compile(fullgraph=True)`", lambda found: "yes" if found.compile_safe else "-"),
+    ]
+    head = ["", *(f"`{kernel.__name__}`" for kernel in _KERNELS)]
+    body = [[name, *(cell(kernel.capabilities) for kernel in _KERNELS)] for name, cell in rows]
+    for dtype in (torch.bfloat16, torch.float32):
+        name = f"promised relative errors, {str(dtype).removeprefix('torch.')}: output, state, gradient"
+        body.append([name, *(_tolerance(kernel.tolerances, dtype) for kernel in _KERNELS)])
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
+
+
+def _sizes(sizes: object) -> str:
+    if sizes is None:
+        return "any"
+    if isinstance(sizes, range):
+        return f"{sizes.start} to {sizes.stop - 1}"
+    assert isinstance(sizes, (set, frozenset))
+    return ", ".join(map(str, sorted(sizes)))
+
+
+def _tolerance(tolerances: object, dtype: torch.dtype) -> str:
+    found = tolerances.get(dtype)  # type: ignore[attr-defined]
+    return "-" if found is None else f"{found.output:g}, {found.state:g}, {found.gradient:g}"
+
+
+_PACKAGES = {"triton": "3.6.0", "fla-core": "0.6.0", "flash-linear-attention": "0.6.0", "transformers": "5.24.0"}
+_QLA = {"flash-qla": "0.1.3", "tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
+_CUDA = {"device_type": "cuda", "cuda": Version("13.0"), "torch": Version("2.11.0+cu130"), "nvcc": True}
+MACHINES: dict[str, Hardware] = {
+    "cpu": Hardware(device_type="cpu", torch=Version("2.14.1+cpu"), packages={"transformers": "5.24.0"}),
+    "cpu-with-fla": Hardware(
+        device_type="cpu",
+        torch=Version("2.14.1+cu130"),
+        cuda=Version("13.0"),
+        packages={**_PACKAGES, "flash-qla": "0.1.3"},
+    ),
+    "sm80": Hardware(capability=(8, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
+    "sm90": Hardware(capability=(9, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
+    "sm90-without-flash-qla": Hardware(capability=(9, 0), packages=_PACKAGES, **_CUDA),  # type: ignore[arg-type]
+    "sm100": Hardware(capability=(10, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
+    "sm120": Hardware(capability=(12, 0), packages={**_PACKAGES, **_QLA, "flash-qla": "0.1.2"}, **_CUDA),  # type: ignore[arg-type]
+    "rocm": Hardware(
+        device_type="cuda",
+        hip=Version("7.0"),
+        torch=Version("2.11.0+rocm7.0"),
+        packages={**_PACKAGES, "triton": "3.6.0", "flash-qla": "0.1.3"},
+    ),
+}
+_REQUIREMENTS = {
+    "flash-qla 0.1.3": ["torch>=2.8", "tilelang>=0.1.12"],
+    "flash-linear-attention 0.6.0": ["fla-core==0.6.0", "transformers<6,>=5.6.2"],
+}
+
+
+def doctor_of(name: str) -> str:
+    """The doctor's words on a machine as MACHINES describes it."""
+    machine = MACHINES[name]
+    device = "cuda" if machine.device_type == "cuda" else "cpu"
+    installed = {line: wants for line, wants in _REQUIREMENTS.items() if machine.package(line.split()[0]) is not None}
+    driver = "580.159.03" if machine.capability else ""
+    with (
+        mock.patch.object(FLAKernel, "_load", lambda self: ()),
+        mock.patch.object(FlashQLAKernel, "_load", lambda self: ()),
+    ):
+        report = doctor.examine(
+            None, device, lambda where: machine, driver=driver, requirements=installed, environment={}
+        )
+    return f"```text\n{doctor.text(report)}\n```"
+
+
+def measurements(name: str) -> str:
+    """The tables of a run of ``qwenlinear bench kernels``."""
+    path = DOCS / "data" / f"{name}.json"
+    return kernels_report.markdown(json.loads(path.read_text())) if path.exists() else ""
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {
+    "capabilities": capabilities,
+    "doctor": doctor_of,
+    "bench": measurements,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
