@@ -146,6 +146,8 @@ class _Generator:
         for name in self.full.wanted:
             yield plain.but(topic=f"gradient of {name}", heads=self.plain, grad=name, **self.states)
         yield plain.but(topic="gradients without states")
+        if self.capabilities.initial_state:
+            yield plain.but(topic="gradients from an initial state alone", initial_state=True)
         yield plain.but(topic="gradients through the normalisation", l2norm=True, T=20)
         for beta_dtype in ("float32", "bfloat16"):
             if beta_dtype != self.base.dtype:
@@ -159,6 +161,9 @@ class _Generator:
         full = self.full.but(B=1, T=64)
         yield self.base.but(topic="packed documents", lengths=(30, 34))
         yield full.but(topic="packed documents of odd lengths", lengths=(1, 63, 2, 65))
+        yield full.but(topic="packed documents of whole chunks", lengths=(64, 128, 64))
+        for missing in (name for name, there in self.states.items() if there):
+            yield full.but(topic=f"packed documents without {missing}", lengths=(3, 0, 66, 9), **{missing: False})
         yield full.but(topic="packed single document", lengths=(50,))
         for words, lengths in (("first", (0, 9, 4)), ("between", (9, 0, 0, 4)), ("last", (9, 4, 0)), ("only", (0, 0))):
             yield full.but(topic=f"empty document {words}", lengths=lengths)
@@ -169,6 +174,10 @@ class _Generator:
         yield full.but(topic="boundaries rewritten in place", check="stale", lengths=(4, 6, 9), boundaries="int32")
         for layout in ("strided", "expanded"):
             yield full.but(topic=f"{layout} packed inputs", layout=layout, lengths=(5, 0, 70))
+        everything = full.but(
+            topic="everything at once", l2norm=True, layout="strided", boundaries="int64", gates="mixed"
+        )
+        yield everything.but(lengths=(66, 0, 7, 130), beta="ends")
         yield full.but(topic="packed, scratch memory filled with NaN", scratch=True, lengths=(5, 0, 70))
         yield full.but(topic="repeated packed calls", check="repeat", lengths=(5, 0, 70))
 
@@ -190,6 +199,7 @@ class _Generator:
         for H, HV, K, V in self.sizes:
             yield self.full.but(topic=f"head sizes K={K} V={V}", heads=(H, HV, K, V), T=70, B=1)
         if self.base.form == "chunk":
+            yield self.full.but(topic="600 tokens", T=600, B=1)
             yield self.base.but(topic="40000 tokens", T=40_000, heads=self.plain, **self.states)
             if self.capabilities.packed:
                 yield self.full.but(topic="300 packed documents", lengths=(1, 3, 0, 2) * 75, heads=self.plain)
