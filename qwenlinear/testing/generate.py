@@ -200,7 +200,7 @@ class _Generator:
             yield self.full.but(topic=f"head sizes K={K} V={V}", heads=(H, HV, K, V), T=70, B=1)
         if self.base.form == "chunk":
             yield self.full.but(topic="600 tokens", T=600, B=1)
-            yield self.base.but(topic="40000 tokens", T=40_000, heads=self.plain, **self.states)
+            yield self.base.but(topic="33000 tokens", T=33_000, heads=self.plain, **self.states)
             if self.capabilities.packed:
                 yield self.full.but(topic="300 packed documents", lengths=(1, 3, 0, 2) * 75, heads=self.plain)
             if self.capabilities.packed and packings:
