@@ -1,4 +1,4 @@
-"""The package is light to import: no CUDA, and no torch.distributed needed. (What it may import is tests/kernels/test_base.py's.)"""
+"""The package is light to import: no CUDA, and no torch.distributed needed; what it may import is checked in test_base.py."""
 
 from __future__ import annotations
 
