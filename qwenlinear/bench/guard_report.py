@@ -25,6 +25,9 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"    {results['command']}",
     ]
+    if results["backend"] == "gloo":
+        text = "On a CPU the guard is idle; its forced check has a probe that reads the host's free memory."
+        lines += ["", text]
     for expandable in (False, True):
         rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
         if rows:

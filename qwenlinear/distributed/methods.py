@@ -43,6 +43,7 @@ class ClassOnly:
 
 
 ALWAYS, TIMED = Rule.ALWAYS, Rule.TIMED
+cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 _CPU = torch.device("cpu")
 
 
@@ -90,15 +91,15 @@ def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
         target = getattr(self._inner, method)
         tally = self._tallies[collective]
         tally.calls += 1
-        kind = self._kind or device_of(args, kwargs).type
+        kind = self._kind or (device_of(args, kwargs).type if cuda_is_initialized() else "cpu")
         if kind == "cuda" or self._probe_always:
             rule = tally.rule
             due = rule is ALWAYS or (rule is TIMED and monotonic() >= self._monitor.next_due)
             if due or kind not in tally.seen:
-                self._check(tally, collective, device_of(args, kwargs, kind))
+                self._check(tally, collective, kind, device_of(args, kwargs, kind))
         try:
             work = target(*args, **kwargs)
-            if work is not None:
+            if work is not None and (self._watches or kind == "cuda"):
                 options = kwargs.get("opts") if kwargs else args[-1] if args else None
                 if getattr(options, "asyncOp", True):
                     self._pending[kind].add(work, hold=not point_to_point)

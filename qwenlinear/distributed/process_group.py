@@ -62,6 +62,7 @@ class GuardedProcessGroup(ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the stubs lack this form
         self._inner: Any = inner
         self._policy = policy if policy is not None else CommMemoryPolicy()
+        self._rank, self._size = inner.rank(), inner.size()
         self._recipe, self._name, self._desc = recipe, "", ""
         self._order: tuple[object, ...] = ()
         self._generation = 0
@@ -73,11 +74,11 @@ class GuardedProcessGroup(ProcessGroup):
         self._devices: list[torch.device] = list(inner._device_types)
         types = [device.type for device in self._devices]
         self._pending = defaultdict(lambda: PendingWorks("cpu"), {kind: PendingWorks(kind) for kind in types})
-        # One type of device: known beforehand. gloo claims "cuda" too; without CUDA only the CPU is left.
-        if len(types) > 1 and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-            types = ["cpu"] if "cpu" in types else types
-        self._kind = types[0] if len(types) == 1 else ""
+        self._kind = types[0] if len(types) == 1 else ""  # else each call's tensors say
         self._probe_always = self._policy.probe is not None
+        # On a CPU without a probe there's no reclaim that works in flight could hold off, only a suspend to
+        # wait for them.
+        self._watches = self._probe_always or recipe is not None
         live_guards.add(self)
 
     # --- making one
@@ -197,17 +198,17 @@ class GuardedProcessGroup(ProcessGroup):
 
     # --- what the guarded methods (methods.py) need besides their own few lines
 
-    def _check(self, tally: Tally, collective: Collective, device: torch.device) -> None:
+    def _check(self, tally: Tally, collective: Collective, kind: str, device: torch.device) -> None:
         if not self._probe_always and (self._coalescing or is_capturing(device)):
             return  # idle, and the first call is still to be checked
         with self._lock:
             result = self._monitor.check(
                 device,
-                first=device.type not in tally.seen,
+                first=kind not in tally.seen,
                 timed=tally.rule is Rule.TIMED,
                 blocked=lambda: collective.is_point_to_point or self._coalescing or self._in_flight(device),
             )
-            tally.seen.add(device.type)
+            tally.seen.add(kind)
             tally.checks += result.probed
             tally.reclaims += result.reclaimed
             tally.bytes_given_back += result.given_back
@@ -238,6 +239,14 @@ class GuardedProcessGroup(ProcessGroup):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # what C++ looks up from 2.15 on
 
     # --- what torch.distributed asks
+
+    def rank(self) -> int:
+        """This process's rank in the group; asked by every collective, and slower by way of the C++ base."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of members."""
+        return self._size
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a NewType of str
@@ -311,7 +320,7 @@ class GuardedProcessGroup(ProcessGroup):
         inner = self.inner
         for pending in self._pending.values():
             pending.wait()
-        if "cuda" in self._pending and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if "cuda" in self._pending and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._timeouts = registration.backend_timeouts(inner)
         self._inner = Suspended(f"the guarded group {self._name!r} is suspended; call resume() before using it")

@@ -167,6 +167,7 @@ _ABILITIES = (
     "initial_state",
     "final_state",
     "packed",
+    "dense",
     "empty_sequences",
     "value_head_groups",
     "qk_l2norm",

@@ -29,6 +29,7 @@ class KernelCapabilities:
         initial_state: an initial state is taken.
         final_state: the final state is returned when asked for.
         packed: ``cu_seqlens`` is understood.
+        dense: input without ``cu_seqlens`` runs as it is (default); otherwise lowered by packing the rows of the batch.
         key_head_sizes: sizes K that run; None means any.
         value_head_sizes: sizes V that run; None means any.
         empty_sequences: packed documents of zero tokens run as they are; otherwise lowered by leaving them out.
@@ -38,6 +39,9 @@ class KernelCapabilities:
         state_layout: ``"kv"`` for states ``[N, HV, K, V]``; ``"vk"`` for ``[N, HV, V, K]``, lowered by transposing.
         deterministic: repeated calls are bitwise equal, gradients too.
         compile_safe: ``torch.compile(fullgraph=True)`` goes through.
+
+    Raises:
+        ValueError: neither ``packed`` nor ``dense``.
 
     Example:
         >>> KernelCapabilities(dtypes=frozenset({torch.float32}), chunk=True).packed
@@ -54,6 +58,7 @@ class KernelCapabilities:
     initial_state: bool = False
     final_state: bool = False
     packed: bool = False
+    dense: bool = True
     key_head_sizes: Container[int] | None = None
     value_head_sizes: Container[int] | None = None
     empty_sequences: bool = False
@@ -63,6 +68,10 @@ class KernelCapabilities:
     state_layout: Literal["kv", "vk"] = "kv"
     deterministic: bool = False
     compile_safe: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.dense or self.packed):
+            raise ValueError("capabilities need packed=True where dense=False: some input has to run")
 
     def refusals(self, inputs: DeltaRuleInputs, form: Form) -> Iterator[Refusal]:
         """Why a call is outside these limits.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,8 @@ def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[
     if isinstance(inputs.cu_seqlens, Tensor):
         sync = " (one synchronisation a call; make a PackedSequences once a batch)" if inputs.cu_seqlens.is_cuda else ""
         yield Lowering(f"boundaries are read from the cu_seqlens tensor{sync}", _read_boundaries)
+    if inputs.cu_seqlens is None and not capabilities.dense:
+        yield Lowering(f"the {inputs.B} rows of the batch are packed one behind another", _pack_rows, _unpack_rows)
     if inputs.cu_seqlens is not None and not capabilities.empty_sequences and _maybe_empty(inputs.cu_seqlens):
         yield Lowering("empty documents are left out and their states put back", _drop_empty, _restore_empty)
     if inputs.use_qk_l2norm_in_kernel and not capabilities.qk_l2norm:
@@ -129,6 +132,24 @@ def _read_boundaries(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
     if packed.total_tokens != inputs.T:
         raise ValueError(f"cu_seqlens needs to end at T={inputs.T}, got {packed.total_tokens}")
     return replace(inputs, cu_seqlens=packed)
+
+
+@lru_cache(maxsize=64)
+def _rows(B: int, T: int) -> PackedSequences:
+    """Boundaries of B equal rows, kept so that what kernels derive from them is derived once a shape."""
+    return PackedSequences.from_lengths([T] * B)
+
+
+def _pack_rows(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    if inputs.B == 0:
+        return inputs  # nothing runs
+    tokens = {name: getattr(inputs, name).flatten(0, 1).unsqueeze(0) for name in ("q", "k", "v", "g", "beta")}
+    return replace(inputs, **tokens, cu_seqlens=_rows(inputs.B, inputs.T))
+
+
+def _unpack_rows(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
+    o, final = answer
+    return o.reshape(inputs.v.shape), final
 
 
 def _maybe_empty(cu_seqlens: Tensor | PackedSequences) -> bool:

@@ -2,6 +2,7 @@
 
 from qwenlinear.testing.cases import Case
 from qwenlinear.testing.kernel import KernelConformance, check_kernel, too_narrow
+from qwenlinear.testing.layer import check_layer
 from qwenlinear.testing.report import CaseResult, ConformanceError, ConformanceReport
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "ConformanceReport",
     "KernelConformance",
     "check_kernel",
+    "check_layer",
     "too_narrow",
 ]

@@ -113,8 +113,9 @@ class ConformanceReport:
         return json.dumps({**head, **rest}, indent=1)
 
     def reproduce(self, case: Case) -> str:
-        """A line of Python that runs one case again."""
-        return f"{self.call}({self.subject}, device={self.device!r}, cases=[{case!r}])"
+        """A line of Python that runs one case again (a layer is where it is: its device is no argument)."""
+        where = f"device={self.device!r}, " if self.call == "check_kernel" else ""
+        return f"{self.call}({self.subject}, {where}cases=[{case!r}])"
 
     def __str__(self) -> str:
         return self.table()
@@ -129,7 +130,8 @@ class ConformanceReport:
     def _rows(self) -> Iterator[str]:
         worst = self.worst()
         found = {key[2] for key in worst}
-        quantities = [name for name in QUANTITIES if name in found] + sorted(found.difference(QUANTITIES))
+        quantities = [name for name in QUANTITIES if name in found]
+        quantities += sorted(found.difference(QUANTITIES), key=lambda name: (name.startswith("gradient"), name))
         yield "| form, dtype | " + " | ".join(quantities) + " |"
         yield "| --- |" + " --- |" * len(quantities)
         for form, dtype in sorted({key[:2] for key in worst}):
@@ -165,6 +167,6 @@ class ConformanceError(AssertionError):
             lines += [f"and {len(failures) - 1} more:"] if len(failures) > 1 else []
             lines += [f"  {failure.case!r}: {failure.text.splitlines()[0]}" for failure in failures[1:]]
         else:
-            lines = [f"check_kernel({report.subject}, device={report.device!r})", "no case ran: every one was refused"]
+            lines = [f"{report.call}({report.subject}) on {report.device}", "no case ran: every one was refused"]
             lines += sorted({f"  {result.text}" for result in report.results if result.status == "refused"})
         super().__init__("\n".join([*lines, *(f"declared too narrow: {remark}" for remark in report.too_narrow)]))

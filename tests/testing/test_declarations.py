@@ -49,6 +49,8 @@ class Limited(TorchKernel):
                 inputs = replace(inputs, initial_state=None if state is None else state[:1], cu_seqlens=None)
                 o, final = run(inputs)
                 return o, None if final is None else final.repeat(packed.num_sequences, 1, 1, 1)
+            case "dense" if packed is None:
+                raise ValueError("cu_seqlens is required")
             case "key_head_sizes" if inputs.K % 16:
                 inputs = replace(inputs, k=torch.cat([inputs.k[..., :-1], 0 * inputs.k[..., -1:]], -1))
             case "value_head_sizes" if inputs.V % 16:
