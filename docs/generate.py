@@ -27,7 +27,7 @@ from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, To
 from qwenlinear.kernels.hardware import Hardware
 
 DOCS = Path(__file__).resolve().parent
-_PART = re.compile(r"<!-- generated: (?P<name>[\w:.-]+) -->\n.*?<!-- end -->", re.DOTALL)
+_PART = re.compile(r"<!-- generated: (?P<name>[\w:./-]+) -->\n.*?<!-- end -->", re.DOTALL)
 _KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
 
 
@@ -166,6 +166,11 @@ def doctor_of(name: str) -> str:
     return f"```text\n{doctor.text(report)}\n```"
 
 
+def verbatim(path: str) -> str:
+    """A file beside the pages, as it is."""
+    return f"```text\n{(DOCS / path).read_text().rstrip()}\n```"
+
+
 def measurements(name: str) -> str:
     """A section with the plots and tables of a run of ``qwenlinear bench kernels``; nothing where there was none."""
     path = DOCS / "data" / f"{name}.json"
@@ -190,6 +195,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "capabilities": capabilities,
     "doctor": doctor_of,
     "bench": measurements,
+    "text": verbatim,
 }
 
 if __name__ == "__main__":
