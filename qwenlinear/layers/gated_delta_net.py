@@ -206,9 +206,9 @@ class GatedDeltaNet(nn.Module, ABC):
         call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
         if hidden_states.device != self.A_log.device:
             raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
-        weights = self.out_proj.weight.dtype
         plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
-        if plain and hidden_states.dtype != weights:
+        if plain and hidden_states.dtype != self.out_proj.weight.dtype:  # an adapter in its place casts as it likes
+            weights = self.out_proj.weight.dtype
             raise ValueError(
                 f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
             )
@@ -260,14 +260,10 @@ class GatedDeltaNet(nn.Module, ABC):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """With ``assign=True`` a checkpoint's tensors take the parameters' place: these two not below float32."""
-        wide = {
-            prefix + name: tensor.float()
-            for name in self._parameters
-            if isinstance(tensor := state_dict.get(prefix + name), Tensor)
-            and tensor.is_floating_point()
-            and tensor.dtype.itemsize < 4
-        }
-        super()._load_from_state_dict({**state_dict, **wide}, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # hooks rewrite this very dict for the children
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+                self._parameters[name] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
 
 
 class Qwen3NextGatedDeltaNet(GatedDeltaNet):
