@@ -20,6 +20,7 @@ from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer, plan, run_without_tokens
 from qwenlinear.kernels.packing import PackedSequences
+from qwenlinear.kernels.precision import without_autocast
 
 
 class GatedDeltaKernel(ABC):
@@ -280,7 +281,8 @@ class GatedDeltaKernel(ABC):
         if inputs.B * inputs.T == 0:
             answer = run_without_tokens(inputs)
         else:
-            answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
+            with without_autocast(inputs.q.device):  # the call says its dtypes; a kernel's products keep to them
+                answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
             _check_answer(self, inputs, answer)
         for after, before in reversed(undo):
             answer = after(before, answer)

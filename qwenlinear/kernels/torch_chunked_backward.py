@@ -32,6 +32,8 @@ def _replay(call: Call, block: Block, chunks: Chunks, S: Tensor | None) -> _Repl
     values = block.cut(call.v, call.g.new_empty(rows, H * G, C, V)).unflatten(1, (H, G))
     states, read = values.new_empty(rows - skip, H, K, G * V), values.new_empty(rows - skip, H, 2 * C, G * V)
     W, row, scratch = torch.empty_like(values), 0, Columns.empty(values, counts[0], H, G, C, V)
+    if S is not None:
+        S = S.clone()  # it advances in place, and what autograd saved serves a second backward pass too
     for step in steps(block, chunks, chunks.writing()):
         if step.n != scratch.split.shape[0]:
             scratch = Columns.empty(values, step.n, H, G, C, V)

@@ -82,11 +82,6 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def autocast_enabled(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on this device."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
 def _packed(cu_seqlens: Tensor | PackedSequences, hidden_states: Tensor) -> PackedSequences:
     """Boundaries for convolution and kernel; the one synchronisation when they came as a tensor on a GPU."""
     B, T, _ = hidden_states.shape

@@ -237,14 +237,44 @@ def test_a_document_of_nans_stays_alone() -> None:
     assert all(x.grad[:, 70:].isfinite().all() for x in call.values())
 
 
-def test_autocast_changes_nothing() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_changes_nothing(form: str) -> None:
     call = random_call(1, 70, dtype=torch.float32, grad=True)
-    plain = torch.autograd.grad(KERNEL(**call)[0].sum(), list(call.values()))
+    want = FORMS[form](**call)[0]
+    plain = torch.autograd.grad(want.sum(), list(call.values()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, _ = KERNEL(**call)
-        cast = torch.autograd.grad(o.sum(), list(call.values()))
-    assert o.dtype == torch.float32
+        o, _ = FORMS[form](**call)
+    cast = torch.autograd.grad(o.sum(), list(call.values()))
+    assert torch.equal(o, want)
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_the_chunked_backward_under_autocast_changes_nothing() -> None:
+    call = random_call(1, 70, dtype=torch.float32, grad=True)
+    o, _ = KERNEL(**call)
+    plain = torch.autograd.grad(o.sum(), list(call.values()), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = torch.autograd.grad(o.sum(), list(call.values()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 300, 310, 700)], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_backward_pass_gives_the_same_gradients(form: str, bounds: tuple[int, ...] | None) -> None:
+    call = random_call(1, 700, K=32, V=32, N=1 if bounds is None else 3, grad=True)  # several blocks
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    o, final = FORMS[form](**call, output_final_state=True, cu_seqlens=cu_seqlens)
+    loss = o.square().sum() + final.square().sum()
+    first = torch.autograd.grad(loss, list(call.values()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(call.values()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_shapes_on_the_meta_device() -> None:
+    call = {name: x.to("meta") for name, x in random_call(2, 70, N=2).items()}
+    for form in (KERNEL.__call__, KERNEL.step):
+        o, final = form(**call, output_final_state=True)
+        assert (o.shape, final.shape) == ((2, 70, 4, 8), (2, 4, 8, 8))
 
 
 def test_strided_inputs() -> None:
