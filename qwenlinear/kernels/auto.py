@@ -217,6 +217,8 @@ def kernel_from_name(name: str) -> GatedDeltaKernel:
         >>> kernel_from_name("qwenlinear.kernels:TorchKernel")
         TorchKernel()
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the kernel's name needs to be {_KNOWN}, got {name!r}")
     if name in _NAMES:
         return _NAMES[name]()
     module, colon, attribute = name.partition(":")

@@ -307,6 +307,8 @@ def test_kernels_by_name(name, kind):
     [
         ("triton", r"needs to be auto, torch, fla, flashqla, flash_qla or package.module:Class, got 'triton'"),
         ("", "got ''"),
+        (None, "flash_qla or package.module:Class, got None"),
+        (TorchKernel(), r"got TorchKernel\(\)"),
         ("FLA", "auto, torch, fla"),
         (":TorchKernel", "package.module:Class"),
         ("qwenlinear.kernels:", "package.module:Class"),
