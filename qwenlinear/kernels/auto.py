@@ -50,7 +50,7 @@ class AutoKernel(GatedDeltaKernel):
     def __init__(self, candidates: Sequence[GatedDeltaKernel] | None = None) -> None:
         if candidates is None:
             candidates = (FlashQLAKernel(), FLAKernel(), TorchKernel())
-        if isinstance(candidates, GatedDeltaKernel) or not all(isinstance(c, GatedDeltaKernel) for c in candidates):
+        if not isinstance(candidates, Sequence) or not all(isinstance(c, GatedDeltaKernel) for c in candidates):
             raise ValueError(f"candidates needs a sequence of GatedDeltaKernel objects, got {candidates!r}")
         if not candidates:
             raise ValueError("candidates needs at least one kernel, got none")
