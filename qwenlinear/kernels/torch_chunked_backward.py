@@ -170,5 +170,6 @@ def _backward_of_cut(chunks: Chunks, d_kq: Tensor, scale: float) -> Tensor:
         d_kq[:, :, C:] *= scale
         return d_kq
     along = (d_kq * chunks.kq).sum(-1, keepdim=True)
-    along[:, :, C:] *= scale**-2 if scale else 0.0  # kq holds scale times the unit vector there
+    queries = along[:, :, C:]  # kq holds scale times the unit vector there; the square of a small scale may be zero
+    queries.div_(scale).div_(scale) if scale else queries.zero_()
     return torch.addcmul(d_kq, along, chunks.kq, value=-1).mul_(chunks.factor)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
+from qwenlinear.layers.call import check_input
 from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig, read_field
 from qwenlinear.layers.gated_delta_net import Qwen3_5GatedDeltaNet
 from qwenlinear.layers.gated_norm import ZeroCenteredRMSNorm
@@ -72,6 +73,7 @@ class GatedDeltaNetBlock(nn.Module):
             ValueError: an argument that does not fit.
             UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
         """
+        check_input(self.linear_attn.config, hidden_states, cache)
         padding = None if attention_mask is None else ~real_tokens(attention_mask, hidden_states)[..., None]
         if padding is not None:  # norms and MLP go row by row, but their weights' gradients sum over the padding
             hidden_states = hidden_states.masked_fill(padding, 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, PackedSequences
 from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.layers.cache import GatedDeltaNetCache
-from qwenlinear.layers.call import LayerCall, state_dtype
+from qwenlinear.layers.call import LayerCall, check_input, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gate import log_decay
 from qwenlinear.layers.gated_norm import GatedRMSNorm
@@ -203,9 +203,10 @@ class GatedDeltaNet(nn.Module, ABC):
         attention_mask: Tensor | None,
     ) -> LayerCall:
         """Check everything before anything runs."""
-        call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
+        check_input(self.config, hidden_states, cache)
         if hidden_states.device != self.A_log.device:
             raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
+        call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
         plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
         if plain and hidden_states.dtype != self.out_proj.weight.dtype:  # an adapter in its place casts as it likes
             weights = self.out_proj.weight.dtype

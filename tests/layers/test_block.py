@@ -73,3 +73,19 @@ def test_gradients_of_padded_outputs_reach_no_weight(config) -> None:
     gradient[mask == 0] = torch.nan
     got = torch.autograd.grad(y, list(block.parameters()), gradient)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_bad_input_stops_before_the_first_norm(config) -> None:
+    block, cache = GatedDeltaNetBlock(config, TorchKernel()), GatedDeltaNetCache()
+    block.input_layernorm.forward = lambda x: 1 / 0
+    mask = torch.ones(2, 3)
+    for x, words in (
+        (torch.randn(2, 3, 31), r"hidden_states needs shape \[B, T, 32\], got \[2, 3, 31\]"),
+        (torch.randn(3, 32), r"hidden_states needs shape"),
+        (None, "hidden_states needs a tensor, got NoneType"),
+        (torch.zeros(2, 3, 32, dtype=torch.long), "hidden_states needs a floating dtype, got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            block(x, cache=cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="cache needs a GatedDeltaNetCache, got dict"):
+        block(torch.randn(2, 3, 32), cache={})
