@@ -20,9 +20,11 @@ from unittest import mock
 
 import torch
 from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear import doctor
 from qwenlinear.bench import kernels_report
+from qwenlinear.errors import Refusal
 from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TorchKernel
 from qwenlinear.kernels.hardware import Hardware
 
@@ -121,6 +123,52 @@ def _tolerance(tolerances: object, dtype: torch.dtype) -> str:
     return "-" if found is None else f"{found.output:g}, {found.state:g}, {found.gradient:g}"
 
 
+_GENERATIONS: list[tuple[str, tuple[int, int], str]] = [
+    ("Ampere (A100)", (8, 0), "0.1.3"),
+    ("Ada (RTX 40, L40S)", (8, 9), "0.1.3"),
+    ("Hopper (H100, H200, GH200)", (9, 0), "0.1.3"),
+    ("Blackwell (B200, GB200)", (10, 0), "0.1.3"),
+    ("Blackwell (B300, GB300)", (10, 3), "0.1.3"),
+    ("Blackwell (RTX 50, RTX PRO)", (12, 0), "0.1.3"),
+    ("Blackwell (RTX 50, RTX PRO)", (12, 0), "0.1.2"),
+    ("Blackwell (DGX Spark)", (12, 1), "0.1.3"),
+    ("Blackwell (DGX Spark)", (12, 1), "0.1.2"),
+]
+_WORDS = {
+    "en": (
+        "GPU", "compute capability", "flash-qla", "prefill, bfloat16", "prefill, float16", "training, bfloat16",
+        "training, float16", "measured here", "yes", "on an H200", "no",
+    ),
+    "zh": (
+        "GPU", "计算能力", "flash-qla", "预填充 bfloat16", "预填充 float16", "训练 bfloat16", "训练 float16",
+        "本项目是否实测", "可以", "在 H200 上实测", "未实测",
+    ),
+}  # fmt: skip
+
+
+def flashqla(language: str) -> str:
+    """What FlashQLAKernel refuses on each generation of GPUs, everything else being right: a table."""
+    *head, runs, measured, unmeasured = _WORDS[language]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for name, capability, version in _GENERATIONS:
+        machine = Hardware(capability=capability, packages={**_PACKAGES, **_QLA, "flash-qla": version}, **_CUDA)  # type: ignore[arg-type]
+        cells = []
+        for trains in (False, True):
+            for dtype in (torch.bfloat16, torch.float16):
+                refusals = _flashqla_refusals(machine, dtype, trains)
+                cells.append(", ".join(f"`{refusal.code}`" for refusal in refusals) or runs)
+        tested = measured if capability == (9, 0) else unmeasured
+        lines.append(f"| {name} | {capability[0]}.{capability[1]} | {version} | {' | '.join(cells)} | {tested} |")
+    return "\n".join(lines)
+
+
+def _flashqla_refusals(machine: Hardware, dtype: torch.dtype, trains: bool) -> tuple[Refusal, ...]:
+    with mock.patch.object(FlashQLAKernel, "_load", return_value=()), FakeTensorMode():
+        q = torch.empty(1, 64, 2, 128, dtype=dtype, device="cuda", requires_grad=trains)
+        g = torch.empty(1, 64, 2, device="cuda")
+        return FlashQLAKernel(hardware=lambda device: machine).refusals(q, q, q, g, g)
+
+
 _PACKAGES = {"triton": "3.6.0", "fla-core": "0.6.0", "flash-linear-attention": "0.6.0", "transformers": "5.24.0"}
 _QLA = {"flash-qla": "0.1.3", "tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
 _CUDA = {"device_type": "cuda", "cuda": Version("13.0"), "torch": Version("2.11.0+cu130"), "nvcc": True}
@@ -196,6 +244,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "doctor": doctor_of,
     "bench": measurements,
     "text": verbatim,
+    "flashqla": flashqla,
 }
 
 if __name__ == "__main__":
