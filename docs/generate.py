@@ -2,6 +2,7 @@
 
     python docs/generate.py            # rewrite the generated parts
     python docs/generate.py --check    # exit 1 where they are out of date
+    python docs/generate.py --plots    # draw the plots of docs/data/kernels-*.json first
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
 `qwenlinear bench kernels` wrote them; a part whose file does not exist is left out.
@@ -28,7 +29,7 @@ from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, To
 from qwenlinear.kernels.hardware import Hardware
 
 DOCS = Path(__file__).resolve().parent
-_PART = re.compile(r"<!-- generated: (?P<name>[\w:.-]+) -->\n.*?<!-- end -->", re.DOTALL)
+_PART = re.compile(r"<!-- generated: (?P<name>[\w:./-]+) -->\n.*?<!-- end -->", re.DOTALL)
 _KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
 
 
@@ -36,7 +37,10 @@ def main() -> int:
     """Rewrite or check every page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    parser.add_argument("--plots", action="store_true", help="draw the plots first (matplotlib)")
     args = parser.parse_args()
+    if args.plots:
+        plots()
     stale = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
@@ -199,8 +203,8 @@ def doctor_of(name: str) -> str:
     installed = {line: wants for line, wants in _REQUIREMENTS.items() if machine.package(line.split()[0]) is not None}
     driver = "580.159.03" if machine.capability else ""
     with (
-        mock.patch.object(FLAKernel, "_load", lambda self: ()),
-        mock.patch.object(FlashQLAKernel, "_load", lambda self: ()),
+        mock.patch.object(FLAKernel, "_load", return_value=()),
+        mock.patch.object(FlashQLAKernel, "_load", return_value=()),
     ):
         report = doctor.examine(
             None, device, lambda where: machine, driver=driver, requirements=installed, environment={}
@@ -208,16 +212,36 @@ def doctor_of(name: str) -> str:
     return f"```text\n{doctor.text(report)}\n```"
 
 
+def verbatim(path: str) -> str:
+    """A file beside the pages, as it is."""
+    return f"```text\n{(DOCS / path).read_text().rstrip()}\n```"
+
+
 def measurements(name: str) -> str:
-    """The tables of a run of ``qwenlinear bench kernels``."""
+    """A section with the plots and tables of a run of ``qwenlinear bench kernels``; nothing where there was none."""
     path = DOCS / "data" / f"{name}.json"
-    return kernels_report.markdown(json.loads(path.read_text())) if path.exists() else ""
+    if not path.exists():
+        return ""
+    results = json.loads(path.read_text())
+    lines = [f"## Measured: {results['machine']['device']}, {results['dtype']}", ""]
+    for along in ("tokens", "documents"):
+        if (DOCS / "images" / f"{name}-{along}.png").exists():
+            lines += [f"![Time against {along}](images/{name}-{along}.png)", ""]
+    return "\n".join([*lines, kernels_report.markdown(results)])
+
+
+def plots() -> None:
+    """Draw the plots of every run in docs/data."""
+    for path in sorted((DOCS / "data").glob("kernels-*.json")):
+        for along in ("tokens", "documents"):
+            kernels_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{along}.png", along)
 
 
 _MAKERS: dict[str, Callable[[str], str]] = {
     "capabilities": capabilities,
     "doctor": doctor_of,
     "bench": measurements,
+    "text": verbatim,
     "flashqla": flashqla,
 }
 

@@ -179,6 +179,11 @@ def test_tables_without_rich_are_markdown(tmp_path, monkeypatch, capsys) -> None
     assert "| T=20, 1/2 |" in capsys.readouterr().out
 
 
+def test_the_command_is_kept_without_this_machines_folder() -> None:
+    words = ["bench", "kernels", "--out", "/somewhere/here", "--rounds", "3"]
+    assert kernels._command(words) == "qwenlinear bench kernels --rounds 3"
+
+
 def test_every_part_has_a_name() -> None:
     assert set(kernels._CPU["parts"]) <= set(kernels.PARTS)
     assert set(kernels._GPU["parts"]) == set(kernels.PARTS)
