@@ -135,8 +135,17 @@ _GENERATIONS: list[tuple[str, tuple[int, int], str]] = [
     ("Blackwell (DGX Spark)", (12, 1), "0.1.2"),
 ]
 _WORDS = {
-    "en": ("GPU", "compute capability", "flash-qla", "prefill", "training", "measured here", "on an H200", "no"),
-    "zh": ("GPU", "计算能力", "flash-qla", "预填充", "训练", "是否实测", "H200", "未实测"),
+    "en": (
+        "GPU",
+        "compute capability",
+        "flash-qla",
+        "prefill",
+        "training",
+        "measured here",
+        "bfloat16, on an H200",
+        "no",
+    ),
+    "zh": ("GPU", "计算能力", "flash-qla", "预填充", "训练", "是否实测", "bfloat16 (H200)", "未实测"),
 }
 
 
