@@ -165,7 +165,9 @@ def test_the_default_candidates_in_order():
     assert repr(kernel) == "AutoKernel([FlashQLAKernel(contiguity='copy'), FLAKernel(), TorchKernel()])"
 
 
-@pytest.mark.parametrize("candidates", [[], (), [TorchKernel], [TorchKernel(), "fla"], TorchKernel(), "torch", 3, {TorchKernel()}])
+@pytest.mark.parametrize(
+    "candidates", [[], (), [TorchKernel], [TorchKernel(), "fla"], TorchKernel(), "torch", 3, {TorchKernel()}]
+)
 def test_candidates_are_validated(candidates):
     with pytest.raises(ValueError, match="candidates needs"):
         AutoKernel(candidates)
