@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--heads", default="2/4", help="key heads / value heads (default: 2/4)")
     parser.add_argument("--head-dim", type=int, default=32, help="K and V; FlashQLA needs 128 (default: 32)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="autocast dtype, float32 for none (default: float32)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of autocast")
     add_kernel_arguments(parser)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # AutoKernel says once what it chose, and why
