@@ -1,11 +1,10 @@
 """Train a byte language model of four Gated DeltaNet blocks, then decode from its cache.
 
     python examples/train_byte_lm.py                           # about a minute on two CPU cores
-    python examples/train_byte_lm.py --text book.txt --steps 1000
     python examples/train_byte_lm.py --device cuda --dtype bfloat16 --heads 16/32 --head-dim 128 --qwen-gdn-backend flashqla
 
-The text is Python's own standard library as found on this machine, or any file. Every step packs documents of mixed lengths
-into one row; `PackedSequences` keeps them apart in every layer.
+The text is Python's own standard library as found on this machine, or any file (--text). Every step packs documents of
+mixed lengths into one row; `PackedSequences` keeps them apart in every layer.
 """
 
 from __future__ import annotations
