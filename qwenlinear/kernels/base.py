@@ -268,8 +268,7 @@ class GatedDeltaKernel(ABC):
     def _run_or_leave_graph(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
         if torch.compiler.is_compiling() and not self.capabilities.compile_safe:
             # One break here instead of tracing Python that differs with every length: minutes of compilation for nothing.
-            reason = f"{type(self).__name__} does not declare compile_safe"
-            return cast(Answer, torch.compiler.disable(self._run, reason=reason)(inputs, form))
+            return _run_eagerly(self, inputs, form)
         return self._run(inputs, form)
 
     def _run(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
@@ -310,6 +309,15 @@ class GatedDeltaKernel(ABC):
         lowerings = [f"    - {lowering.text}" for lowering in plan(inputs, self.capabilities)]
         how = self._describe(form)
         return [f"  {form}: runs" + (f" {how}" if how else "") + (", lowered:" if lowerings else ""), *lowerings]
+
+
+def _run_eagerly(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, form: Form) -> Answer:
+    return cast(Answer, torch.compiler.disable(kernel._run)(inputs, form))
+
+
+# What torch.compiler.disable sets on its function; as a decorator it would import the compiler with this module.
+_run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+_run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_safe"  # type: ignore[attr-defined]
 
 
 def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -105,8 +106,9 @@ def test_a_run_from_end_to_end(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "TorchKernel" in shown
     assert (tmp_path / "kernels.md").read_text().count("| T=20, 1/2 |") == 2
-    for along in ("tokens", "documents"):
-        assert (tmp_path / f"kernels-{along}.png").stat().st_size > 1000
+    if importlib.util.find_spec("matplotlib") is not None:
+        for along in ("tokens", "documents"):
+            assert (tmp_path / f"kernels-{along}.png").stat().st_size > 1000
 
 
 def test_a_wrong_kernel_is_not_timed(tmp_path) -> None:

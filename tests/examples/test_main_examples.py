@@ -64,3 +64,10 @@ def test_a_kernel_that_cannot_run_here_stops_the_job_at_start_up() -> None:
     )
     assert done.returncode != 0
     assert "FlashQLAKernel(contiguity='copy') cannot run on cpu" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train_byte_lm.py", "run_block.py", "cached_decoding.py", "packed_sequences.py"])
+def test_a_dtype_that_would_change_nothing_is_refused(name: str) -> None:
+    pytest.importorskip("tqdm")
+    with pytest.raises(AssertionError, match="argument --dtype: invalid choice: 'int8'"):
+        run(name, "--dtype", "int8")
