@@ -23,10 +23,12 @@ DOCUMENTS = "gated_delta_net_documents"
 
 _READ = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", DOCUMENTS)
 _LOOKS_LIKE = ("cu_seq", "seq_idx", "seqlens", "packed", "segment_id", "document_id", "sequence_id")
-_HANDED: ContextVar[Mapping[str, Any]] = ContextVar("qwenlinear_handed", default={})
+_HANDED: ContextVar[Mapping[str, Any] | None] = ContextVar("qwenlinear_handed", default=None)
 
 
-def documents_of_layer_call(kwargs: Mapping[str, Any], hidden_states: Tensor, passed_on: bool) -> PackedSequences | None:
+def documents_of_layer_call(
+    kwargs: Mapping[str, Any], hidden_states: Tensor, passed_on: bool
+) -> PackedSequences | None:
     """Boundaries that reached a layer.
 
     Args:
@@ -41,16 +43,17 @@ def documents_of_layer_call(kwargs: Mapping[str, Any], hidden_states: Tensor, pa
         ValueError: boundaries that contradict one another or do not fit, or an argument that looks like boundaries under
             a name that is not read.
     """
-    given = kwargs if passed_on else {**_HANDED.get(), **kwargs}
+    given = kwargs if passed_on else {**(_HANDED.get() or {}), **kwargs}
     for name, value in given.items():
-        if value is not None and name not in _READ and any(part in name for part in _LOOKS_LIKE):
+        if value is not None and name not in _READ and _looks_like(name):
             raise ValueError(
                 f"{name} looks like boundaries of packed documents, which need to come as cu_seq_lens_q ([N+1] int32) or "
                 "seq_idx ([B, T]); rename it, or leave it out"
             )
     documents = given.get(DOCUMENTS)
     if documents is None:
-        return _explicit(given, *hidden_states.shape[:2], hidden_states.device)
+        explicit: PackedSequences | None = _explicit(given, *hidden_states.shape[:2], hidden_states.device)
+        return explicit
     if not isinstance(documents, PackedSequences) or documents.total_tokens != hidden_states[..., 0].numel():
         raise ValueError(
             f"{DOCUMENTS} needs a PackedSequences of {hidden_states[..., 0].numel()} tokens, got {documents!r}"
@@ -88,11 +91,11 @@ class HandOverHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make this call's boundaries known."""
-        _HANDED.set({name: kwargs[name] for name in _READ if kwargs.get(name) is not None})
+        _HANDED.set({name: value for name, value in kwargs.items() if name in _READ or _looks_like(name)})
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forget them, after an exception too."""
-        _HANDED.set({})
+        _HANDED.set(None)
 
 
 def documents_of_model_call(model: nn.Module, given: Mapping[str, Any]) -> PackedSequences | None:
@@ -117,7 +120,7 @@ def documents_of_model_call(model: nn.Module, given: Mapping[str, Any]) -> Packe
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return None  # the model has its own words for that
     B, T = tokens.shape[:2]
-    documents = _explicit(given, B, T, tokens.device)
+    documents: PackedSequences | None = _explicit(given, B, T, tokens.device)
     positions = _text_positions(given.get("position_ids"))
     if positions is None or T < 2 or positions.shape[-1] != T:
         return documents
@@ -161,6 +164,10 @@ def positional_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)[1:]
 
 
+def _looks_like(name: str) -> bool:
+    return any(part in name for part in _LOOKS_LIKE)
+
+
 def _uses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether the text model's masks are made for a cache: given, or made by the model itself."""
     if given.get("cache") is not None or given.get("past_key_values") is not None:
@@ -181,7 +188,7 @@ def _text_positions(position_ids: Any) -> Tensor | None:
     return position_ids if position_ids.dim() == 2 else None
 
 
-@torch.compiler.disable  # reads values
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads values
 def _starts(positions: Tensor, mask: Tensor | None) -> list[int]:
     """Where documents begin in the flattened batch: every row's first token, and every jump between real tokens."""
     jumps = positions.diff(dim=-1) != 1
@@ -203,7 +210,7 @@ def _check_inside(starts: list[int], documents: PackedSequences, T: int) -> None
         )
 
 
-@torch.compiler.disable  # reads values
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads values
 def _explicit(given: Mapping[str, Any], B: int, T: int, device: torch.device) -> PackedSequences | None:
     """Boundaries from ``cu_seq_lens_q`` and ``seq_idx``; both have to say the same."""
     cu, seq_idx = given.get("cu_seq_lens_q"), given.get("seq_idx")
@@ -231,5 +238,7 @@ def _explicit(given: Mapping[str, Any], B: int, T: int, device: torch.device) ->
         return PackedSequences.from_cu_seqlens([*starts, B * T], device=device)
     rows = set(range(0, B * T + 1, T))
     if set(starts) - rows != set(documents.bounds) - rows:
-        raise ValueError(f"cu_seq_lens_q and seq_idx need to name the same documents, got {documents!r} and starts {starts}")
+        raise ValueError(
+            f"cu_seq_lens_q and seq_idx need to name the same documents, got {documents!r} and starts {starts}"
+        )
     return documents

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qwenlinear.hf.boundaries import DocumentsHook, HandOverHooks, positional_names
-from qwenlinear.hf.layer import InjectedForward, Injection, injected_class
+from qwenlinear.hf.layer import Injection, injected_class, injection_of
 from qwenlinear.hf.report import InjectionReport, LayerReport
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel
 from qwenlinear.layers import GatedDeltaNet, GatedDeltaNetConfig
@@ -86,17 +86,16 @@ def restore(model: nn.Module) -> int:
     Raises:
         ValueError: a layer whose class was changed once more after the injection. Nothing is changed then.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, InjectedForward)]
-    for name, module in layers:
-        if type(module) is not injected_class(module._qwenlinear.original):
+    layers = [(name, m, injection) for name, m in model.named_modules() if (injection := injection_of(m)) is not None]
+    for name, module, injection in layers:
+        if type(module) is not injected_class(injection.original):
             raise ValueError(
                 f"{name} needs the class that inject gave it, got {type(module).__name__}: sharded or wrapped later?"
             )
-    for _, module in layers:
-        original = module._qwenlinear.original
+    for _, module, injection in layers:
         del module._qwenlinear
-        module.__class__ = original
-        _rebind(module, original)
+        module.__class__ = injection.original
+        _rebind(module, injection.original)
     for module in model.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, DocumentsHook):
@@ -122,7 +121,7 @@ def _family(module: nn.Module) -> str | None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    if isinstance(module, InjectedForward):
+    if injection_of(module) is not None:
         return None
     if isinstance(module, GatedDeltaNet):
         return "it is a qwenlinear layer: set its kernel attribute"
@@ -159,8 +158,9 @@ def _config(module: nn.Module) -> GatedDeltaNetConfig:
 
 
 def _inject_layer(module: nn.Module, kernel: GatedDeltaKernel) -> None:
-    if isinstance(module, InjectedForward):
-        module._qwenlinear.kernel = kernel
+    injected = injection_of(module)
+    if injected is not None:
+        injected.kernel = kernel
         return
     original = type(module)
     parameters = inspect.signature(original.forward).parameters.values()
@@ -181,7 +181,8 @@ def _lay_hooks(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     unhooked = []
     for name, module in modules.items():
-        if not isinstance(module, InjectedForward):
+        injection = injection_of(module)
+        if injection is None:
             continue
         above = [modules[name[:end]] for end in range(len(name)) if name[end] == "."][::-1]
         above += [model] if name else []
@@ -191,7 +192,7 @@ def _lay_hooks(model: nn.Module) -> list[str]:
         elif not any(isinstance(hook, DocumentsHook) for hook in text_model._forward_pre_hooks.values()):
             hook = DocumentsHook(positional_names(text_model))
             hook.handle = text_model.register_forward_pre_hook(hook, with_kwargs=True)
-        if above and not module._qwenlinear.passed_on:
+        if above and not injection.passed_on:
             _lay_hand_over(above[0])
     return unhooked
 

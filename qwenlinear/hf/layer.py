@@ -6,7 +6,6 @@ around it before or is laid later, a copy and a pickle all find the injected for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +98,9 @@ class InjectedForward:
         return _new, (self._qwenlinear.original,), self.__dict__.copy()
 
 
-@functools.cache
+_CLASSES: dict[type[Any], type[Any]] = {}  # made once each, so that equal modules have one class
+
+
 def injected_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of injected modules that were of another class; under that one's name.
 
@@ -109,13 +110,27 @@ def injected_class(original: type[nn.Module]) -> type[nn.Module]:
     Returns:
         A subclass of it, the same at every call.
     """
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (InjectedForward, original), names)
+    if original not in _CLASSES:
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        _CLASSES.setdefault(original, type(original.__name__, (InjectedForward, original), names))
+    return _CLASSES[original]
+
+
+def injection_of(module: nn.Module) -> Injection | None:
+    """What an injected module carries.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Its injection, or None where there is none.
+    """
+    return module._qwenlinear if isinstance(module, InjectedForward) else None
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
     cls = injected_class(original)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def _check_packed(packed: PackedSequences, cache: Any, attention_mask: Tensor | None) -> None:
@@ -146,9 +161,7 @@ def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: Packed
         wide = state_dtype(q.dtype)
         g, beta = log_decay(a, layer.A_log, layer.dt_bias).to(wide), b.sigmoid()
         initial = None if recurrent_state is None else recurrent_state.to(wide)
-        trains = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (q, k, v, g, beta, initial)
-        )
+        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, g, beta, initial))
         decodes = cache is not None and x.shape[1] == 1 and not trains and kernel.capabilities.step
         o, final_state = (kernel.step if decodes else kernel)(
             q,

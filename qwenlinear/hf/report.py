@@ -59,5 +59,9 @@ class InjectionReport:
         widths = [max(len(row[column]) for row in rows) for column in range(2)] if rows else [0, 0]
         lines = [f"{done} of {len(rows)} Gated DeltaNet layers {verb} with an injected kernel"]
         for name, kind, kernel, *reason in rows:
-            lines.append("  ".join(["", name.ljust(widths[0]), kind.ljust(widths[1]), kernel + "".join(f": {r}" for r in reason)]))
+            lines.append(
+                "  ".join(
+                    ["", name.ljust(widths[0]), kind.ljust(widths[1]), kernel + "".join(f": {r}" for r in reason)]
+                )
+            )
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.6")
-from tests.hf.models import CACHE, FAMILIES, make, pair, tokens  # noqa: E402
+import transformers
+
+from tests.hf.models import CACHE, FAMILIES, make, pair, tokens
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 WAYS = {
@@ -30,7 +32,11 @@ def test_same_ids(family, way, padded) -> None:
     generated = []
     for model in (theirs, ours):
         torch.manual_seed(5)
-        generated.append(model.generate(ids, attention_mask=mask, **WAYS[way]))
+        try:
+            generated.append(model.generate(ids, attention_mask=mask, **WAYS[way]))
+        except KeyError as error:  # of older releases, before any layer runs
+            assert model is theirs
+            pytest.skip(f"Transformers {transformers.__version__} cannot do it untouched either: {error!r}")
     assert torch.equal(*generated)
     assert generated[1].shape[1] == 17
     assert (kernel.chunks, kernel.steps) == ((3 * 8, 0) if way == "without a cache" else (3, 3 * 7))
@@ -73,14 +79,13 @@ def test_assisted_decoding_does_what_it_does_untouched() -> None:
     ids = tokens(1, 6)
     answers = []
     for model in (theirs, ours):
-        try:
-            answers.append(model.generate(ids, assistant_model=assistant, **GREEDY).tolist())
-        except (ValueError, TypeError) as error:
-            answers.append(str(error))
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # Transformers' own words
+            model.generate(ids, assistant_model=assistant, **GREEDY)
+        answers.append(str(error.value))
     assert answers[0] == answers[1]
 
 
-def test_prompt_lookup_with_an_attention_model_and_an_injected_assistant() -> None:
+def test_an_injected_assistant_drafts_for_an_attention_model() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -90,15 +95,12 @@ def test_prompt_lookup_with_an_attention_model_and_an_injected_assistant() -> No
             num_key_value_heads=1, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=None,
         )
     ).eval()  # fmt: skip
-    theirs, ours, _ = pair("3.5")
+    theirs, ours, kernel = pair("3.5")
     ids = tokens(1, 6)
-    answers = []
-    for assistant in (theirs, ours):
-        try:
-            answers.append(main.generate(ids, assistant_model=assistant, **GREEDY).tolist())
-        except (ValueError, TypeError, RuntimeError) as error:
-            answers.append(str(error))
-    assert answers[0] == answers[1]
+    answers = [main.generate(ids, assistant_model=assistant, **GREEDY) for assistant in (theirs, ours, None)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[1], answers[2])
+    assert kernel.chunks + kernel.steps > 0
 
 
 def test_recorded_past_is_rolled_back_by_crop() -> None:
@@ -135,7 +137,9 @@ def test_an_error_leaves_the_cache_alone() -> None:
         kernel._chunk = None  # whatever goes wrong in a kernel
         with pytest.raises(TypeError):
             layer(torch.randn(1, 5, 32), cache=cache)
-    torch.testing.assert_close(before, [cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]], rtol=0, atol=0)
+    torch.testing.assert_close(
+        before, [cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]], rtol=0, atol=0
+    )
 
 
 def test_both_names_of_the_cache() -> None:

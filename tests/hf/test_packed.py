@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.6")
-from tests.hf.models import CACHE, FAMILIES, CountingKernel, assert_same_gradients, make, pair, tokens  # noqa: E402
+from tests.hf.models import CACHE, FAMILIES, CountingKernel, assert_same_gradients, make, pair, tokens
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 LENGTHS = [5, 1, 9, 3, 12]
@@ -125,12 +125,13 @@ def test_a_layer_alone_takes_boundaries_with_an_empty_document() -> None:
 def test_what_is_no_packing() -> None:
     """Left padding, ids that go on from a cache, three rows of multimodal ids."""
     theirs, ours, kernel = pair("3.5")
-    ids, mask = tokens(1, 8), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    ids, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3] = 0
     places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     got = ours(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
     want = theirs(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
     torch.testing.assert_close(got, want, **CLOSE)
-    rows = positions([5, 3]).expand(3, 1, -1)
+    rows = positions([5, 3]).expand(3, 2, -1)
     got, want = (m(ids, position_ids=rows, use_cache=False).logits for m in (ours, theirs))
     torch.testing.assert_close(got, want, **CLOSE)
     with torch.no_grad():
@@ -148,7 +149,10 @@ def test_what_is_no_packing() -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 5, 9])}, "end at B \\* T = 8"),
         ({"seq_idx": torch.tensor([[0] * 4 + [1] * 4])}, "start again at token 5"),
         ({"seq_idx": torch.tensor([[0] * 5 + [-1] * 3])}, "negative"),
-        ({"seq_idx": torch.tensor([[0] * 5 + [1] * 3]), "cu_seq_lens_q": torch.tensor([0, 4, 8])}, "the same documents"),
+        (
+            {"seq_idx": torch.tensor([[0] * 5 + [1] * 3]), "cu_seq_lens_q": torch.tensor([0, 4, 8])},
+            "the same documents",
+        ),
         ({"cu_seq_lens_k": torch.tensor([0, 5, 8])}, "alone"),
         ({"position_ids": None, "cu_seqlens": torch.tensor([0, 5, 8])}, "cu_seq_lens_q"),
         ({"position_ids": None, "cu_seq_lens_q": torch.tensor([0, 5, 8]), "use_cache": True}, "use_cache=False"),
