@@ -210,7 +210,7 @@ def _notes(kernel: GatedDeltaKernel, layers: list[nn.Module], unhooked: list[str
     notes = []
     devices = {p.device for layer in layers for p in layer.parameters()} - {torch.device("meta")}
     for device in sorted(devices, key=str):
-        notes += [f"cannot run on {device}: {refusal}" for refusal in kernel.unavailable(device)]
+        notes += [f"cannot run on {device}: {refusal}" for refusal in kernel._missing(device)]
     if unhooked:
         notes.append(
             f"position_ids do not reach {', '.join(unhooked)}, which have no text model above them here: packed documents "

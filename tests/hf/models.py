@@ -21,6 +21,7 @@ SIZES = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
