@@ -52,8 +52,7 @@ def documents_of_layer_call(
             )
     documents = given.get(DOCUMENTS)
     if documents is None:
-        explicit: PackedSequences | None = _explicit(given, *hidden_states.shape[:2], hidden_states.device)
-        return explicit
+        return _explicit(given, *hidden_states.shape[:2], hidden_states.device)
     if not isinstance(documents, PackedSequences) or documents.total_tokens != hidden_states[..., 0].numel():
         raise ValueError(
             f"{DOCUMENTS} needs a PackedSequences of {hidden_states[..., 0].numel()} tokens, got {documents!r}"
@@ -120,7 +119,7 @@ def documents_of_model_call(model: nn.Module, given: Mapping[str, Any]) -> Packe
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return None  # the model has its own words for that
     B, T = tokens.shape[:2]
-    documents: PackedSequences | None = _explicit(given, B, T, tokens.device)
+    documents = _explicit(given, B, T, tokens.device)
     positions = _text_positions(given.get("position_ids"))
     if positions is None or T < 2 or positions.shape[-1] != T:
         return documents
@@ -188,7 +187,6 @@ def _text_positions(position_ids: Any) -> Tensor | None:
     return position_ids if position_ids.dim() == 2 else None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads values
 def _starts(positions: Tensor, mask: Tensor | None) -> list[int]:
     """Where documents begin in the flattened batch: every row's first token, and every jump between real tokens."""
     jumps = positions.diff(dim=-1) != 1
@@ -210,7 +208,6 @@ def _check_inside(starts: list[int], documents: PackedSequences, T: int) -> None
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads values
 def _explicit(given: Mapping[str, Any], B: int, T: int, device: torch.device) -> PackedSequences | None:
     """Boundaries from ``cu_seq_lens_q`` and ``seq_idx``; both have to say the same."""
     cu, seq_idx = given.get("cu_seq_lens_q"), given.get("seq_idx")
