@@ -52,7 +52,7 @@ def documents_of_layer_call(
             )
     documents = given.get(DOCUMENTS)
     if documents is None:
-        return _explicit(given, *hidden_states.shape[:2], hidden_states.device)
+        return _explicit(given, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
     if not isinstance(documents, PackedSequences) or documents.total_tokens != hidden_states[..., 0].numel():
         raise ValueError(
             f"{DOCUMENTS} needs a PackedSequences of {hidden_states[..., 0].numel()} tokens, got {documents!r}"
