@@ -6,6 +6,11 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 
+def all_losses(rank: int) -> dict[str, tuple[list[float], int]]:
+    """A model that is never injected, one injected before it is sharded, one after."""
+    return {when: losses(rank, when) for when in ("never", "before", "after")}
+
+
 def losses(rank: int, when: str) -> tuple[list[float], int]:
     """Three steps of a model sharded layer by layer, its GDN layers too: what they lose, and the kernel's calls."""
     from qwenlinear.hf import inject

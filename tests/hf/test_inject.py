@@ -11,12 +11,15 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from qwenlinear import FLAKernel, TorchKernel
 from qwenlinear.hf import inject, restore
 
 pytest.importorskip("transformers", minversion="5.6")
+import transformers
+
 from tests.hf.models import FAMILIES, CountingKernel, make, pair, tokens
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -117,8 +120,6 @@ def test_a_subclass_with_a_forward_of_its_own_is_left() -> None:
 
 
 def test_errors() -> None:
-    import transformers
-
     config = transformers.Qwen3Config(
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
     )
@@ -186,9 +187,7 @@ def test_save_and_load(family, tmp_path) -> None:
 
 def test_torch_compile() -> None:
     """Eager backend: the graphs that dynamo takes, with its guards, give the same numbers call after call."""
-    theirs, ours, _ = pair(
-        "3.5", TorchKernel(), num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
-    )
+    theirs, ours, _ = pair("3.5", TorchKernel(), num_hidden_layers=1, layer_types=["linear_attention"])
     compiled = torch.compile(ours, backend="eager")
     with torch.no_grad():
         ids = tokens(1, 6)
@@ -274,4 +273,5 @@ def test_with_a_package_named_fla_and_without(tmp_path) -> None:
     assert answers[0][0] == answers[1][0]
     assert answers[0][0].startswith("6 9 ")
     assert answers[0][1] == "untouched runs"
-    assert answers[1][1] == "untouched: 0 active drivers ([])"
+    if Version(transformers.__version__) >= Version("5.24"):  # older ones look for a GPU first
+        assert answers[1][1] == "untouched: 0 active drivers ([])"

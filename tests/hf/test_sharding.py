@@ -10,11 +10,10 @@ from tests.hf import sharding
 
 
 def test_fsdp2_before_and_after() -> None:
-    answers = {when: run_world(2, sharding.losses, when) for when in ("never", "before", "after")}
-    for rank in range(2):
-        want, calls = answers["never"][rank]
+    for answers in run_world(2, sharding.all_losses):
+        want, calls = answers["never"]
         assert calls == 0
         for when in ("before", "after"):
-            got, calls = answers[when][rank]
+            got, calls = answers[when]
             assert got == pytest.approx(want, rel=1e-5)
             assert calls == 9
