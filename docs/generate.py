@@ -2,6 +2,7 @@
 
     python docs/generate.py            # rewrite the generated parts
     python docs/generate.py --check    # exit 1 where they are out of date
+    python docs/generate.py --plots    # draw the plots of docs/data/kernels-*.json first
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
 `qwenlinear bench kernels` wrote them; a part whose file does not exist is left out.
@@ -19,14 +20,16 @@ from unittest import mock
 
 import torch
 from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear import doctor
 from qwenlinear.bench import kernels_report
+from qwenlinear.errors import Refusal
 from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TorchKernel
 from qwenlinear.kernels.hardware import Hardware
 
 DOCS = Path(__file__).resolve().parent
-_PART = re.compile(r"<!-- generated: (?P<name>[\w:.-]+) -->\n.*?<!-- end -->", re.DOTALL)
+_PART = re.compile(r"<!-- generated: (?P<name>[\w:./-]+) -->\n.*?<!-- end -->", re.DOTALL)
 _KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
 
 
@@ -34,7 +37,10 @@ def main() -> int:
     """Rewrite or check every page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    parser.add_argument("--plots", action="store_true", help="draw the plots first (matplotlib)")
     args = parser.parse_args()
+    if args.plots:
+        plots()
     stale = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
@@ -117,13 +123,69 @@ def _tolerance(tolerances: object, dtype: torch.dtype) -> str:
     return "-" if found is None else f"{found.output:g}, {found.state:g}, {found.gradient:g}"
 
 
+_GENERATIONS: list[tuple[str, tuple[int, int], str]] = [
+    ("Ampere (A100)", (8, 0), "0.1.3"),
+    ("Ada (RTX 40, L40S)", (8, 9), "0.1.3"),
+    ("Hopper (H100, H200, GH200)", (9, 0), "0.1.3"),
+    ("Blackwell (B200, GB200)", (10, 0), "0.1.3"),
+    ("Blackwell (B300, GB300)", (10, 3), "0.1.3"),
+    ("Blackwell (RTX 50, RTX PRO)", (12, 0), "0.1.3"),
+    ("Blackwell (RTX 50, RTX PRO)", (12, 0), "0.1.2"),
+    ("Blackwell (DGX Spark)", (12, 1), "0.1.3"),
+    ("Blackwell (DGX Spark)", (12, 1), "0.1.2"),
+]
+_WORDS = {
+    "en": (
+        "GPU",
+        "compute capability",
+        "flash-qla",
+        "prefill",
+        "training",
+        "measured here",
+        "bfloat16, on an H200",
+        "no",
+    ),
+    "zh": ("GPU", "计算能力", "flash-qla", "预填充", "训练", "是否实测", "bfloat16 (H200)", "未实测"),
+}
+
+
+def flashqla(language: str) -> str:
+    """What FlashQLAKernel runs and refuses on each generation of GPUs, everything else being right: a table."""
+    *head, measured, unmeasured = _WORDS[language]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for name, capability, version in _GENERATIONS:
+        packages = {**_PACKAGES, **_QLA, "flash-qla": version}
+        machine = Hardware(capability=capability, packages=packages, **_CUDA)  # type: ignore[arg-type]
+        uses = f"{_flashqla_use(machine, trains=False)} | {_flashqla_use(machine, trains=True)}"
+        tested = measured if capability == (9, 0) else unmeasured
+        lines.append(f"| {name} | {capability[0]}.{capability[1]} | {version} | {uses} | {tested} |")
+    return "\n".join(lines)
+
+
+def _flashqla_use(machine: Hardware, trains: bool) -> str:
+    """The dtypes that run, or the first reason why none does."""
+    asked = {dtype: _flashqla_refusals(machine, dtype, trains) for dtype in (torch.bfloat16, torch.float16)}
+    runs = [str(dtype).removeprefix("torch.") for dtype, refusals in asked.items() if not refusals]
+    return ", ".join(runs) or f"`{asked[torch.bfloat16][0].code}`"
+
+
+def _flashqla_refusals(machine: Hardware, dtype: torch.dtype, trains: bool) -> tuple[Refusal, ...]:
+    with mock.patch.object(FlashQLAKernel, "_load", return_value=()), FakeTensorMode():
+        q = torch.empty(1, 64, 2, 128, dtype=dtype, device="cuda", requires_grad=trains)
+        g = torch.empty(1, 64, 2, device="cuda")
+        return FlashQLAKernel(hardware=lambda device: machine).refusals(q, q, q, g, g)
+
+
 _PACKAGES = {"triton": "3.6.0", "fla-core": "0.6.0", "flash-linear-attention": "0.6.0", "transformers": "5.24.0"}
 _QLA = {"flash-qla": "0.1.3", "tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
 _CUDA = {"device_type": "cuda", "cuda": Version("13.0"), "torch": Version("2.11.0+cu130"), "nvcc": True}
 MACHINES: dict[str, Hardware] = {
     "cpu": Hardware(device_type="cpu", torch=Version("2.14.1+cpu"), packages={"transformers": "5.24.0"}),
     "cpu-with-fla": Hardware(
-        device_type="cpu", torch=Version("2.14.1+cu130"), cuda=Version("13.0"), packages={**_PACKAGES, "flash-qla": "0.1.3"}
+        device_type="cpu",
+        torch=Version("2.14.1+cu130"),
+        cuda=Version("13.0"),
+        packages={**_PACKAGES, "flash-qla": "0.1.3"},
     ),
     "sm80": Hardware(capability=(8, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
     "sm90": Hardware(capability=(9, 0), packages={**_PACKAGES, **_QLA}, **_CUDA),  # type: ignore[arg-type]
@@ -149,23 +211,47 @@ def doctor_of(name: str) -> str:
     device = "cuda" if machine.device_type == "cuda" else "cpu"
     installed = {line: wants for line, wants in _REQUIREMENTS.items() if machine.package(line.split()[0]) is not None}
     driver = "580.159.03" if machine.capability else ""
-    with mock.patch.object(FLAKernel, "_load", lambda self: ()), mock.patch.object(FlashQLAKernel, "_load", lambda self: ()):
+    with (
+        mock.patch.object(FLAKernel, "_load", return_value=()),
+        mock.patch.object(FlashQLAKernel, "_load", return_value=()),
+    ):
         report = doctor.examine(
             None, device, lambda where: machine, driver=driver, requirements=installed, environment={}
         )
     return f"```text\n{doctor.text(report)}\n```"
 
 
+def verbatim(path: str) -> str:
+    """A file beside the pages, as it is."""
+    return f"```text\n{(DOCS / path).read_text().rstrip()}\n```"
+
+
 def measurements(name: str) -> str:
-    """The tables of a run of ``qwenlinear bench kernels``."""
+    """A section with the plots and tables of a run of ``qwenlinear bench kernels``; nothing where there was none."""
     path = DOCS / "data" / f"{name}.json"
-    return kernels_report.markdown(json.loads(path.read_text())) if path.exists() else ""
+    if not path.exists():
+        return ""
+    results = json.loads(path.read_text())
+    lines = [f"## Measured: {results['machine']['device']}, {results['dtype']}", ""]
+    for along in ("tokens", "documents"):
+        if (DOCS / "images" / f"{name}-{along}.png").exists():
+            lines += [f"![Time against {along}](images/{name}-{along}.png)", ""]
+    return "\n".join([*lines, kernels_report.markdown(results)])
+
+
+def plots() -> None:
+    """Draw the plots of every run in docs/data."""
+    for path in sorted((DOCS / "data").glob("kernels-*.json")):
+        for along in ("tokens", "documents"):
+            kernels_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{along}.png", along)
 
 
 _MAKERS: dict[str, Callable[[str], str]] = {
     "capabilities": capabilities,
     "doctor": doctor_of,
     "bench": measurements,
+    "text": verbatim,
+    "flashqla": flashqla,
 }
 
 if __name__ == "__main__":

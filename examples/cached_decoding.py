@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--generate", type=int, default=256)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
     return parser.parse_args()
 

@@ -22,9 +22,7 @@ from qwenlinear.distributed import CommMemoryPolicy, GuardedProcessGroup, resume
 def build_model(mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Make a small model that is sharded over the mesh."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4))
-    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4)))
     model = model.to(device)
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -32,12 +30,8 @@ def build_model(mesh: DeviceMesh, device: torch.device) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="rounds of training between rollouts (default 3)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of training between rollouts (default 3)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a round (default 5)")
     args = parser.parse_args()
 
@@ -49,9 +43,7 @@ def main() -> None:
 
     # The guard owns this group, so it can be suspended. It keeps 2 GiB of a GPU free; on a CPU it is idle.
     policy = CommMemoryPolicy.profiled().replace(min_free_bytes=2 * 2**30)
-    group = GuardedProcessGroup.new_group(
-        policy=policy, backend="nccl" if gpu else "gloo", group_desc="training"
-    )
+    group = GuardedProcessGroup.new_group(policy=policy, backend="nccl" if gpu else "gloo", group_desc="training")
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     model = build_model(mesh, device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)

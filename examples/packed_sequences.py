@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--scale", type=int, default=1, help="times as many tokens a document (default: 1)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
     return parser.parse_args()
 

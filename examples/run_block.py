@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,11 +1,10 @@
 """Train a byte language model of four Gated DeltaNet blocks, then decode from its cache.
 
     python examples/train_byte_lm.py                           # about a minute on two CPU cores
-    python examples/train_byte_lm.py --text book.txt --steps 1000
     python examples/train_byte_lm.py --device cuda --dtype bfloat16 --heads 16/32 --head-dim 128 --qwen-gdn-backend flashqla
 
-The text is Python's own standard library as found on this machine, or any file. Every step packs documents of mixed lengths
-into one row; `PackedSequences` keeps them apart in every layer.
+The text is Python's own standard library as found on this machine, or any file (--text). Every step packs documents of
+mixed lengths into one row; `PackedSequences` keeps them apart in every layer.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def main() -> None:
     parser.add_argument("--heads", default="2/4", help="key heads / value heads (default: 2/4)")
     parser.add_argument("--head-dim", type=int, default=32, help="K and V; FlashQLA needs 128 (default: 32)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="autocast dtype, float32 for none (default: float32)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of autocast")
     add_kernel_arguments(parser)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # AutoKernel says once what it chose, and why

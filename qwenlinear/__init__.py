@@ -4,6 +4,7 @@ layer = Qwen3_5GatedDeltaNet(config, kernel=FLAKernel())
 y = layer(hidden_states, cu_seqlens=PackedSequences.from_lengths([5, 7]))
 """
 
+from qwenlinear.distributed import CommMemoryPolicy, GuardedProcessGroup
 from qwenlinear.errors import Refusal, UnsupportedCall
 from qwenlinear.kernels import (
     AutoKernel,
@@ -25,6 +26,7 @@ from qwenlinear.layers import (
 
 __all__ = [
     "AutoKernel",
+    "CommMemoryPolicy",
     "FLAKernel",
     "FlashQLAKernel",
     "GatedDeltaKernel",
@@ -32,6 +34,7 @@ __all__ = [
     "GatedDeltaNetBlock",
     "GatedDeltaNetCache",
     "GatedDeltaNetConfig",
+    "GuardedProcessGroup",
     "PackedSequences",
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",

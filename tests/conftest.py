@@ -11,10 +11,13 @@ import torch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this environment cannot run, and say why."""
     has_gpu = torch.cuda.is_available()
+    has_hypothesis = importlib.util.find_spec("hypothesis") is not None
     has_mock = importlib.util.find_spec("pytest_mock") is not None
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "testing.strategies" in item.nodeid and not has_hypothesis:
+            item.add_marker(pytest.mark.skip(reason="its example needs hypothesis"))
         if "mocker" in getattr(item, "fixturenames", ()) and not has_mock:
             item.add_marker(pytest.mark.skip(reason="needs pytest-mock"))
 

@@ -42,7 +42,9 @@ class FlashInferKernel(GatedDeltaKernel):
 
     def _refusals(self, inputs: DeltaRuleInputs, form: str):
         if inputs.scale == 0:
-            yield Refusal("scale", "a scale other than 0", "0, which FlashInfer takes for the default", "use TorchKernel()")
+            yield Refusal(
+                "scale", "a scale other than 0", "0, which FlashInfer takes for the default", "use TorchKernel()"
+            )
 
     def _machine_refusals(self, hardware):
         if hardware.capability is not None and hardware.capability < (9, 0):
@@ -50,7 +52,9 @@ class FlashInferKernel(GatedDeltaKernel):
 
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
         device = inputs.q.device
-        boundaries = inputs.packed.derive(("FlashInferKernel", device), lambda: inputs.packed.cu_seqlens(device, torch.int64))
+        boundaries = inputs.packed.derive(
+            ("FlashInferKernel", device), lambda: inputs.packed.cu_seqlens(device, torch.int64)
+        )
         answer = chunk_gated_delta_rule(
             inputs.q[0],
             inputs.k[0],

@@ -90,6 +90,12 @@ def _is_refusal(entry: object) -> bool:
     return isinstance(entry, str) and "Traceback" not in entry
 
 
+def _command(words: list[str]) -> str:
+    """The command as another machine would run it: without the folder for its results."""
+    kept = [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
+    return " ".join(["qwenlinear", *kept])
+
+
 class Bench:
     """One run.
 
@@ -109,7 +115,7 @@ class Bench:
         self.begin = time.monotonic()
         self.results: dict[str, Any] = {
             "machine": machine.describe(self.device),
-            "command": "qwenlinear " + " ".join(sys.argv[1:]),
+            "command": _command(sys.argv[1:]),
             "dtype": args.dtype,
             "contenders": {one.name: one.note for one in self.contenders.values()},
             "gate": [],

@@ -158,8 +158,12 @@ def _reasons(rows: list[dict[str, Any]]) -> Table:
             reason = row["error"].strip().splitlines()[-1] if "Traceback" in row["error"] else row["error"]
             where = _case(row) + (" graph" if row["graph"] else "")
             body.setdefault((row["contender"], reason), []).append(f"{where} {row['mode']}")
-    flat = [[name, "all" if len(cases) > 6 else "; ".join(cases), reason] for (name, reason), cases in body.items()]
+    flat = [[name, _short(cases), reason] for (name, reason), cases in body.items()]
     return "Not timed", ["", "cases", "why"], flat
+
+
+def _short(cases: list[str]) -> str:
+    return "; ".join(cases) if len(cases) <= 4 else f"{cases[0]} and {len(cases) - 1} more"
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
@@ -195,7 +199,12 @@ def plot(results: Results, path: Path, along: str) -> None:
                 if points:
                     label = f"{name}, CUDA graph" if graph else name
                     axis.plot(*zip(*points, strict=True), style, color=colour, label=label, markersize=4)
-        axis.set(xscale="log", yscale="log", xlabel=along, ylabel="ms", title=mode)
+        times = [row["ms"] for row in rows if row["mode"] == mode]
+        axis.set(xscale="log", xlabel=along, ylabel="ms", title=mode)
+        if max(times) > 30 * min(times):
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
         axis.set_xticks(ticks := sorted({row[along] for row in rows}), [str(tick) for tick in ticks], fontsize=7)
         axis.minorticks_off()
         axis.grid(alpha=0.3)

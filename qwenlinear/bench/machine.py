@@ -42,7 +42,8 @@ def header(machine: dict[str, object]) -> str:
     """The machine in one line."""
     packages = machine["packages"]
     assert isinstance(packages, dict)
-    where = f"{machine['device']}, {machine['threads']} threads" if machine["cuda"] is None else f"{machine['device']}"
+    on_cpu = str(machine["hardware"]).startswith("cpu")
+    where = f"{machine['device']}" + (f", {machine['threads']} of {machine['cores']} cores" if on_cpu else "")
     parts = [where, f"PyTorch {machine['torch']}", *(f"{name} {version}" for name, version in packages.items())]
     if machine["driver"]:
         parts.append(f"driver {machine['driver']}")

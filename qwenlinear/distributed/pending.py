@@ -83,7 +83,7 @@ class PendingWorks:
             if stream != _current_stream():
                 index, handle = stream
                 device = torch.device("cuda", index)
-                if not torch.cuda.ExternalStream(handle, device).query():  # type: ignore[no-untyped-call]
+                if not torch.cuda.ExternalStream(handle, device).query():
                     return True
                 self._streams.pop(stream, None)
         return False

@@ -320,7 +320,7 @@ class GuardedProcessGroup(ProcessGroup):
         inner = self.inner
         for pending in self._pending.values():
             pending.wait()
-        if "cuda" in self._pending and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if "cuda" in self._pending and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._timeouts = registration.backend_timeouts(inner)
         self._inner = Suspended(f"the guarded group {self._name!r} is suspended; call resume() before using it")

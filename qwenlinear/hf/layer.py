@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from qwenlinear.hf.boundaries import documents_of_layer_call
 from qwenlinear.hf.states import last_columns, read_states, write_states
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
+from qwenlinear.kernels.precision import without_autocast
 from qwenlinear.layers.call import state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gate import log_decay
-from qwenlinear.layers.gated_delta_net import split_grouped, without_autocast
+from qwenlinear.layers.gated_delta_net import split_grouped
 from qwenlinear.layers.gated_norm import gated_norm
 from qwenlinear.layers.padding import real_tokens
 from qwenlinear.layers.short_conv import causal_convolution

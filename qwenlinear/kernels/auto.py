@@ -50,7 +50,7 @@ class AutoKernel(GatedDeltaKernel):
     def __init__(self, candidates: Sequence[GatedDeltaKernel] | None = None) -> None:
         if candidates is None:
             candidates = (FlashQLAKernel(), FLAKernel(), TorchKernel())
-        if isinstance(candidates, GatedDeltaKernel) or not all(isinstance(c, GatedDeltaKernel) for c in candidates):
+        if not isinstance(candidates, Sequence) or not all(isinstance(c, GatedDeltaKernel) for c in candidates):
             raise ValueError(f"candidates needs a sequence of GatedDeltaKernel objects, got {candidates!r}")
         if not candidates:
             raise ValueError("candidates needs at least one kernel, got none")
@@ -217,6 +217,8 @@ def kernel_from_name(name: str) -> GatedDeltaKernel:
         >>> kernel_from_name("qwenlinear.kernels:TorchKernel")
         TorchKernel()
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the kernel's name needs to be {_KNOWN}, got {name!r}")
     if name in _NAMES:
         return _NAMES[name]()
     module, colon, attribute = name.partition(":")

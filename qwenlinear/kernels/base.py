@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer, plan, run_without_tokens
 from qwenlinear.kernels.packing import PackedSequences
+from qwenlinear.kernels.precision import without_autocast
 
 
 class GatedDeltaKernel(ABC):
@@ -104,7 +105,7 @@ class GatedDeltaKernel(ABC):
         inputs = DeltaRuleInputs.validate(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
         )
-        return self._run(inputs, "chunk")
+        return self._run_or_leave_graph(inputs, "chunk")
 
     def step(
         self,
@@ -123,7 +124,7 @@ class GatedDeltaKernel(ABC):
         inputs = DeltaRuleInputs.validate(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
         )
-        return self._run(inputs, "step")
+        return self._run_or_leave_graph(inputs, "step")
 
     # ---- ask -------------------------------------------------------------------------------------------------------
 
@@ -264,6 +265,12 @@ class GatedDeltaKernel(ABC):
             missing = (Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"), *missing)
         return missing or tuple(self._load())
 
+    def _run_or_leave_graph(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
+        if torch.compiler.is_compiling() and not self.capabilities.compile_safe:
+            # One break here instead of tracing Python that differs with every length: minutes of compilation for nothing.
+            return _run_eagerly(self, inputs, form)
+        return self._run(inputs, form)
+
     def _run(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
         refusals = self._all_refusals(inputs, form)
         if refusals:
@@ -280,7 +287,8 @@ class GatedDeltaKernel(ABC):
         if inputs.B * inputs.T == 0:
             answer = run_without_tokens(inputs)
         else:
-            answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
+            with without_autocast(inputs.q.device):  # the call says its dtypes; a kernel's products keep to them
+                answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
             _check_answer(self, inputs, answer)
         for after, before in reversed(undo):
             answer = after(before, answer)
@@ -301,6 +309,15 @@ class GatedDeltaKernel(ABC):
         lowerings = [f"    - {lowering.text}" for lowering in plan(inputs, self.capabilities)]
         how = self._describe(form)
         return [f"  {form}: runs" + (f" {how}" if how else "") + (", lowered:" if lowerings else ""), *lowerings]
+
+
+def _run_eagerly(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, form: Form) -> Answer:
+    return cast(Answer, torch.compiler.disable(kernel._run)(inputs, form))
+
+
+# What torch.compiler.disable sets on its function; as a decorator it would import the compiler with this module.
+_run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+_run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_safe"  # type: ignore[attr-defined]
 
 
 def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:

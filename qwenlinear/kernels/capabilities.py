@@ -38,7 +38,7 @@ class KernelCapabilities:
         strided: strided tensors run as they are; otherwise lowered by copying.
         state_layout: ``"kv"`` for states ``[N, HV, K, V]``; ``"vk"`` for ``[N, HV, V, K]``, lowered by transposing.
         deterministic: repeated calls are bitwise equal, gradients too.
-        compile_safe: ``torch.compile(fullgraph=True)`` goes through.
+        compile_safe: ``torch.compile(fullgraph=True)`` goes through; otherwise compiled code leaves its graph for a call.
 
     Raises:
         ValueError: neither ``packed`` nor ``dense``.

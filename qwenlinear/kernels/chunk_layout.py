@@ -295,7 +295,7 @@ def _packed_layout(
     for first, last in _cut_groups(len(lengths), rows, sequences):
         mine = order[first:last]
         counts, rank, slots = token_slots(sizes[mine], C)
-        assert torch.equal(rank, torch.arange(len(mine)))  # already in order
+        assert torch.equal(rank, torch.arange(len(mine), device="cpu"))  # already in order
         own = sizes[mine]
         offsets = torch.repeat_interleave(begins[mine] - (own.cumsum(0) - own), own)
         tokens = torch.arange(len(slots), device="cpu") + offsets

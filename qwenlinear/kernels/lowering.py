@@ -102,9 +102,12 @@ def run_without_tokens(inputs: DeltaRuleInputs) -> Answer:
         inputs: a call with T = 0 (or B = 0).
 
     Returns:
-        ``o [B, T, HV, V]`` and the final state if it was asked for, differentiable.
+        ``o [B, T, HV, V]`` and the final state if it was asked for, differentiable in every argument.
     """
-    o = torch.zeros_like(inputs.v) + 0 * inputs.v  # keeps v's graph, so that backward() works on an empty batch
+    # Every argument keeps its (empty) gradient: an empty batch on one rank must not leave parameters out of a reduction.
+    o = inputs.v.clone(memory_format=torch.contiguous_format)
+    for tensor in _tensors(inputs).values():
+        o = o + tensor.sum().to(o.dtype)
     final = inputs.state_or_zeros().clone() if inputs.output_final_state else None
     return o, final
 

@@ -6,6 +6,7 @@ place serves stale boundaries. This object therefore owns private copies, on the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar, cast
@@ -264,6 +265,9 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
                 f"{name} needs a one-dimensional int32 or int64 tensor, got shape {list(values.shape)} and {values.dtype}"
             )
         return cast("list[int]", values.tolist())  # the one copy to the host; synchronises when values lie on a GPU
-    if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
-        raise ValueError(f"{name} needs whole numbers, got {list(values)!r:.80}")
-    return list(values)
+    try:
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError
+        return [operator.index(value) for value in values]  # NumPy's integers too
+    except TypeError:
+        raise ValueError(f"{name} needs whole numbers, got {values!r:.80}") from None

@@ -24,6 +24,7 @@ from einops import rearrange
 from torch import Tensor
 
 from qwenlinear.kernels.chunk_layout import Block, ChunkLayout, Group
+from qwenlinear.kernels.precision import without_autocast
 from qwenlinear.kernels.torch_chunked_backward import backward_block
 from qwenlinear.kernels.torch_chunks import LOG_ZERO, Call, Chunks, Columns, split_groups, steps
 
@@ -53,7 +54,7 @@ class ChunkedGatedDeltaRule(torch.autograd.Function):
         number = sum(group.number for group in layout.groups)
         final = g.new_empty(number, v.shape[2], q.shape[3], v.shape[3]) if want_final else None
         before: list[Tensor] = []  # the states before each block that has any
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             for group in layout.groups:
                 S = None if state is None else _merge_heads(group.take(state), q.shape[2]).flatten(0, 1)
                 for block in group.blocks:
@@ -73,7 +74,7 @@ class ChunkedGatedDeltaRule(torch.autograd.Function):
         folded = [layout.fold(x) for x in grads]
         d_out = None if d_out is None else layout.fold(d_out)
         d_state = torch.zeros_like(state) if ctx.needs_input_grad[5] else None
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             for group in reversed(layout.groups):
                 d_last = None if d_final is None else _merge_heads(group.take(d_final), q.shape[2])
                 dS: Tensor | None = None

@@ -32,6 +32,8 @@ def _replay(call: Call, block: Block, chunks: Chunks, S: Tensor | None) -> _Repl
     values = block.cut(call.v, call.g.new_empty(rows, H * G, C, V)).unflatten(1, (H, G))
     states, read = values.new_empty(rows - skip, H, K, G * V), values.new_empty(rows - skip, H, 2 * C, G * V)
     W, row, scratch = torch.empty_like(values), 0, Columns.empty(values, counts[0], H, G, C, V)
+    if S is not None:
+        S = S.clone()  # it advances in place, and what autograd saved serves a second backward pass too
     for step in steps(block, chunks, chunks.writing()):
         if step.n != scratch.split.shape[0]:
             scratch = Columns.empty(values, step.n, H, G, C, V)
@@ -168,5 +170,6 @@ def _backward_of_cut(chunks: Chunks, d_kq: Tensor, scale: float) -> Tensor:
         d_kq[:, :, C:] *= scale
         return d_kq
     along = (d_kq * chunks.kq).sum(-1, keepdim=True)
-    along[:, :, C:] *= scale**-2 if scale else 0.0  # kq holds scale times the unit vector there
+    queries = along[:, :, C:]  # kq holds scale times the unit vector there; the square of a small scale may be zero
+    queries.div_(scale).div_(scale) if scale else queries.zero_()
     return torch.addcmul(d_kq, along, chunks.kq, value=-1).mul_(chunks.factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -10,7 +11,8 @@ class GatedDeltaNetCache:
 
     Hand a fresh one to the first call and the same one to each later call. After N packed documents the next call is N
     packed documents or a batch of N. A call that raises leaves it unchanged. The graph is kept when gradients are on:
-    call :meth:`detach` between steps of truncated back-propagation.
+    call :meth:`detach` between steps of truncated back-propagation. Activation checkpointing runs a call a second time, when
+    the cache has gone on: inside the checkpointed function use a :meth:`copy` made there.
 
     Attributes:
         conv_state: ``[N, 2*key_dim+value_dim, W-1]`` in the activations' dtype, oldest column first; None before the
@@ -49,12 +51,7 @@ class GatedDeltaNetCache:
             ValueError: another shape or dtype.
             IndexError: a row that is not there (on a GPU reported by the device).
         """
-        if (
-            not isinstance(index, Tensor)
-            or index.dim() != 1
-            or index.dtype.is_floating_point
-            or index.dtype.itemsize < 4
-        ):
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
             got = f"{list(index.shape)} {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
             raise ValueError(f"index needs a one-dimensional int32 or int64 tensor, got {got}")
         if self.conv_state is not None and self.recurrent_state is not None:

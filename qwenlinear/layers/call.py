@@ -44,7 +44,7 @@ class LayerCall:
 
         Args:
             config: the layer's sizes.
-            hidden_states: ``[B, T, hidden_size]``.
+            hidden_states: ``[B, T, hidden_size]``, checked by :func:`check_input`.
             cu_seqlens: boundaries, read here once for convolution and kernel.
             cache: states to go on from.
             attention_mask: ``[B, T or longer]``.
@@ -55,12 +55,6 @@ class LayerCall:
         Raises:
             ValueError: naming the argument, what it needs and what came.
         """
-        if not isinstance(hidden_states, Tensor):
-            raise ValueError(f"hidden_states needs a tensor, got {type(hidden_states).__name__}")
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != config.hidden_size:
-            raise ValueError(f"hidden_states needs shape [B, T, {config.hidden_size}], got {list(hidden_states.shape)}")
-        if not hidden_states.is_floating_point():
-            raise ValueError(f"hidden_states needs a floating dtype, got {hidden_states.dtype}")
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError(
                 "attention_mask and cu_seqlens need to come one without the other, got both: packed documents have no "
@@ -70,21 +64,35 @@ class LayerCall:
         padding = None if attention_mask is None else RightPadding(attention_mask, hidden_states)
         if cache is None:
             return cls(packed, padding, None, None, False)
-        if not isinstance(cache, GatedDeltaNetCache):
-            raise ValueError(f"cache needs a GatedDeltaNetCache, got {type(cache).__name__}")
         _check_cache(config, cache, hidden_states.shape[0] if packed is None else packed.num_sequences, hidden_states)
         longest = hidden_states.shape[1] if packed is None else max(packed.lengths)
         return cls(packed, padding, cache.conv_state, cache.recurrent_state, longest == 1)
 
 
+def check_input(config: GatedDeltaNetConfig, hidden_states: Tensor, cache: GatedDeltaNetCache | None) -> None:
+    """Check what comes in by itself, so that a module around a layer can do it before its own first operation.
+
+    Args:
+        config: the layer's sizes.
+        hidden_states: ``[B, T, hidden_size]`` any floating dtype.
+        cache: a cache or None; its states are checked by :meth:`LayerCall.check`.
+
+    Raises:
+        ValueError: naming the argument, what it needs and what came.
+    """
+    if not isinstance(hidden_states, Tensor):
+        raise ValueError(f"hidden_states needs a tensor, got {type(hidden_states).__name__}")
+    if hidden_states.dim() != 3 or hidden_states.shape[2] != config.hidden_size:
+        raise ValueError(f"hidden_states needs shape [B, T, {config.hidden_size}], got {list(hidden_states.shape)}")
+    if not hidden_states.is_floating_point():
+        raise ValueError(f"hidden_states needs a floating dtype, got {hidden_states.dtype}")
+    if cache is not None and not isinstance(cache, GatedDeltaNetCache):
+        raise ValueError(f"cache needs a GatedDeltaNetCache, got {type(cache).__name__}")
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of g and of the state where q has this one: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def autocast_enabled(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on this device."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _packed(cu_seqlens: Tensor | PackedSequences, hidden_states: Tensor) -> PackedSequences:

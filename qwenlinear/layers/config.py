@@ -65,7 +65,7 @@ class GatedDeltaNetConfig:
                 "linear_num_value_heads needs a multiple of linear_num_key_heads, got "
                 f"{self.linear_num_value_heads} and {self.linear_num_key_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act needs one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
         eps = self.rms_norm_eps
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:

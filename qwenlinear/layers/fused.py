@@ -60,7 +60,7 @@ def _missing() -> str | None:
             return f"{distribution} has the unreadable version {text!r}"
         try:
             importlib.import_module("fla.modules")
-        except ImportError as error:
+        except Exception as error:  # a broken Triton or driver raises RuntimeError or OSError
             return f"{distribution} {text} cannot be imported ({error})"
         return None
     return "flash-linear-attention is not installed"

@@ -6,7 +6,6 @@ input projections are laid out, which is all that the two subclasses say.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, PackedSequences
+from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.layers.cache import GatedDeltaNetCache
-from qwenlinear.layers.call import LayerCall, autocast_enabled, state_dtype
+from qwenlinear.layers.call import LayerCall, check_input, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gate import log_decay
 from qwenlinear.layers.gated_norm import GatedRMSNorm
@@ -114,7 +114,7 @@ class GatedDeltaNet(nn.Module, ABC):
         if padding is not None:
             hidden_states = padding.align(hidden_states)
         mixed, z, b, a = self._project(hidden_states)
-        with without_autocast(hidden_states.device):
+        with without_autocast(hidden_states.device):  # states, gates and norms stay float32: only projections are cast
             mixed, conv_state = self.conv1d(
                 mixed,
                 initial_state=call.conv_state,
@@ -203,12 +203,13 @@ class GatedDeltaNet(nn.Module, ABC):
         attention_mask: Tensor | None,
     ) -> LayerCall:
         """Check everything before anything runs."""
-        call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
+        check_input(self.config, hidden_states, cache)
         if hidden_states.device != self.A_log.device:
             raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
-        weights = self.out_proj.weight.dtype
+        call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
         plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
-        if plain and hidden_states.dtype != weights:
+        if plain and hidden_states.dtype != self.out_proj.weight.dtype:  # an adapter in its place casts as it likes
+            weights = self.out_proj.weight.dtype
             raise ValueError(
                 f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
             )
@@ -260,14 +261,10 @@ class GatedDeltaNet(nn.Module, ABC):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """With ``assign=True`` a checkpoint's tensors take the parameters' place: these two not below float32."""
-        wide = {
-            prefix + name: tensor.float()
-            for name in self._parameters
-            if isinstance(tensor := state_dict.get(prefix + name), Tensor)
-            and tensor.is_floating_point()
-            and tensor.dtype.itemsize < 4
-        }
-        super()._load_from_state_dict({**state_dict, **wide}, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # hooks rewrite this very dict for the children
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+                self._parameters[name] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
 
 
 class Qwen3NextGatedDeltaNet(GatedDeltaNet):
@@ -348,8 +345,3 @@ def split_grouped(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tupl
     b, a = torch.split(ba.unflatten(-1, (H, 2 * group)), [group, group], -1)
     mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
     return mixed, z.flatten(2).unflatten(-1, (H * group, V)), b.flatten(2), a.flatten(2)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """States, gates and norms are float32 under autocast too: only the projections are cast."""
-    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()

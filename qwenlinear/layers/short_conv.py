@@ -31,7 +31,7 @@ class ShortConvolution(nn.Module):
         activation: a key of ``ACTIVATIONS``, or None for none.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: a size that is none, an unknown activation.
 
     Example:
         >>> conv = ShortConvolution(8, 4)
@@ -43,6 +43,9 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int, activation: str | None = "silu") -> None:
         super().__init__()
+        for name, size in (("channels", channels), ("width", width)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} needs a whole number >= 1, got {size!r}")
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.channels = channels
@@ -100,6 +103,14 @@ class ShortConvolution(nn.Module):
     def _check(self, x: Tensor, state: Tensor | None, packed: PackedSequences | None, lengths: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.channels:
             raise ValueError(f"x needs shape [B, T, {self.channels}], got {list(x.shape)}")
+        if packed is not None and not isinstance(packed, PackedSequences):
+            raise ValueError(
+                f"cu_seqlens needs a PackedSequences, got {type(packed).__name__}; from_cu_seqlens makes one"
+            )
+        if lengths is not None and (tuple(lengths.shape) != (x.shape[0],) or lengths.dtype != torch.int64):
+            raise ValueError(
+                f"lengths needs shape [{x.shape[0]}] and int64, got {list(lengths.shape)} and {lengths.dtype}"
+            )
         if packed is not None and (x.shape[0] != 1 or packed.total_tokens != x.shape[1] or lengths is not None):
             raise ValueError(
                 "cu_seqlens needs a batch of one that ends where it ends, and no lengths; got x "

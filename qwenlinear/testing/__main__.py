@@ -1,4 +1,4 @@
-"""``python -m qwenlinear.testing``: the whole report for some kernels, as a table, Markdown and JSON."""
+"""``python -m qwenlinear.testing``: the whole report for some kernels, and for both layers on them, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
 
 from qwenlinear.errors import UnsupportedCall
+from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_from_name
-from qwenlinear.testing.cases import Case
+from qwenlinear.layers import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 from qwenlinear.testing.generate import generate
-from qwenlinear.testing.kernel import check_kernel
-from qwenlinear.testing.report import ConformanceError, ConformanceReport
+from qwenlinear.testing.kernel import run_case, too_narrow, versions
+from qwenlinear.testing.layer import check_layer
+from qwenlinear.testing.report import CaseResult, ConformanceError, ConformanceReport
 
 _PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "flash-qla", "tilelang")
+_EVERY = 30.0  # seconds between two lines of progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,56 +32,81 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``python -m qwenlinear.testing``; None means ``sys.argv[1:]``.
 
     Returns:
-        0 where every kernel passed, 1 where one failed or could not run here.
+        0 where every kernel passed, 1 where one failed, could not run here, or ran out of time.
     """
+    args = _parser().parse_args(argv)
+    words = " ".join(sys.argv[1:] if argv is None else argv)
+    written = ["# Conformance", f"    python -m qwenlinear.testing {words}", _environment(args.device)]
+    loaded: list[object] = []
+    passed = True
+    for name in args.kernels.split(","):
+        for title, text, report in _sections(name, args):
+            passed = passed and report is not None and report.passed
+            written.append(f"## {title}\n\n{text}")
+            loaded += [json.loads(report.to_json())] if report is not None else []
+            print(f"\n{written[-1]}", flush=True)
+            if args.markdown is not None:  # after each, so that a crash of the next leaves what there is
+                args.markdown.write_text("\n\n".join(written) + "\n", encoding="utf-8")
+            if args.json is not None:
+                found = {"command": words, "packages": _packages(), "reports": loaded}
+                args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return 0 if passed else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qwenlinear.testing", description=__doc__)
     parser.add_argument(
         "--kernels", default="torch", help="names, separated by commas, as --qwen-gdn-backend takes them"
     )
     parser.add_argument("--device", default="cpu", help="where the tensors lie (default: cpu)")
-    parser.add_argument("--dtypes", help="only these, separated by commas (default: all that a kernel declares)")
     parser.add_argument("--packings", type=int, default=1000, help="random packings a form (default: 1000)")
-    parser.add_argument(
-        "--heads", type=_heads, action="append", help="H,HV,K,V to try instead of the default; repeatable"
-    )
+    parser.add_argument("--heads", type=_heads, action="append", help="H,HV,K,V instead of the default; repeatable")
+    parser.add_argument("--layers", action="store_true", help="also check both layers on each kernel, in bfloat16")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop a kernel after this long")
     parser.add_argument("--json", type=Path, help="write every case there")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
-    args = parser.parse_args(argv)
-    sections, loaded, passed = [_environment(args.device)], [], True
-    for name in args.kernels.split(","):
-        text, report, seconds = _check(name, args)
-        passed = passed and report is not None and report.passed
-        sections.append(f"## {name}\n\n{text}\n\n{seconds:.0f} s of wall time.")
-        loaded += [json.loads(report.to_json())] if report is not None else []
-        print(f"\n{sections[-1]}", flush=True)
-        if args.markdown is not None:  # after each kernel, so that a crash of the next leaves this one's results
-            command = f"    python -m qwenlinear.testing {' '.join(sys.argv[1:] if argv is None else argv)}"
-            args.markdown.write_text("\n\n".join(["# Conformance", command, *sections]) + "\n")
-        if args.json is not None:
-            args.json.write_text(json.dumps({"packages": _packages(), "reports": loaded}, indent=1))
-    return 0 if passed else 1
+    return parser
 
 
-def _check(name: str, args: argparse.Namespace) -> tuple[str, ConformanceReport | None, float]:
-    start = time.perf_counter()
+def _sections(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, ConformanceReport | None]]:
     kernel = kernel_from_name(name)
     try:
         kernel.require(args.device)
     except UnsupportedCall as error:
-        return f"not run here: {error}", None, time.perf_counter() - start
-    try:
-        heads = None if args.heads is None else tuple(args.heads)
-        cases: list[Case] | None = None
-        if args.dtypes is not None:
-            wanted = args.dtypes.split(",")
-            every = generate(kernel, torch.device(args.device).type, heads, args.packings)
-            cases = [case for case in every if case.dtype in wanted]
-        report = check_kernel(
-            kernel, args.device, first_failure=False, cases=cases, heads=heads, packings=args.packings
-        )
-    except ConformanceError as error:
-        report = error.report
-    return report.table(), report, time.perf_counter() - start
+        yield name, f"Not run here. {error}", None
+        return
+    yield _kernel(name, kernel, args)
+    for layer_class in (Qwen3NextGatedDeltaNet, Qwen3_5GatedDeltaNet) if args.layers else ():
+        torch.manual_seed(0)
+        layer = layer_class(GatedDeltaNetConfig(hidden_size=256), kernel).to(args.device, torch.bfloat16)
+        try:
+            report = check_layer(layer, first_failure=False)
+        except ConformanceError as error:
+            report = error.report
+        yield f"{layer_class.__name__} on {name}", report.table(), report
+
+
+def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tuple[str, str, ConformanceReport]:
+    device, start, remark = torch.device(args.device), time.perf_counter(), ""
+    told = start
+    cases = list(generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings))
+    results: list[CaseResult] = []
+    for number, case in enumerate(cases):
+        now = time.perf_counter()
+        if now - told > _EVERY:
+            told = now
+            print(f"{name}: case {number} of {len(cases)} after {now - start:.0f} s", file=sys.stderr, flush=True)
+        broken = results and results[-1].status == "failed" and "CUDA error" in results[-1].text
+        if broken or now - start > args.seconds:
+            why = "the device is lost to this process" if broken else f"the limit of {args.seconds:g} s"
+            remark = f"\n\n**{len(cases) - number} cases were not run: {why}.**"
+            break
+        results += run_case(kernel, case, device)
+    if remark:
+        results.append(CaseResult(cases[number], "failed", remark.strip("*. \n")))
+    remarks = too_narrow(kernel, device) if device.type == "cpu" else ()
+    report = ConformanceReport(repr(kernel), args.device, tuple(results), remarks, versions())
+    return name, f"{report.table()}{remark}\n\n{time.perf_counter() - start:.0f} s of wall time.", report
 
 
 def _heads(text: str) -> tuple[int, int, int, int]:
@@ -95,8 +123,8 @@ def _environment(device: str) -> str:
     where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     packages = ", ".join(f"{name} {found}" for name, found in _packages().items())
     return (
-        f"On {where}, with {packages}. Each cell is the worst relative error against float64, and in brackets what the "
-        "kernel promises."
+        f"On {where}, with {packages}. Each cell is the worst relative error against float64, and in brackets what is "
+        "promised."
     )
 
 

@@ -19,14 +19,14 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def head_configurations(capabilities: KernelCapabilities, device_type: str) -> tuple[Heads, ...]:
-    """The head configurations that a kernel is tried with; few where each may cost a compilation.
+    """The head configurations that a kernel is tried with; one where each may cost a compilation.
 
     Args:
         capabilities: of the kernel.
-        device_type: ``"cpu"`` tries every size that is declared out of a list of 15; elsewhere two configurations at most.
+        device_type: ``"cpu"`` tries every size that is declared out of a list of 15; elsewhere one, that of Qwen3.5.
 
     Returns:
-        ``(H, HV, K, V)`` each: the first for single features, the second with head groups, then sizes alone.
+        ``(H, HV, K, V)`` each: the first for single features, the second (or the only one) with head groups, then sizes alone.
     """
     keys, values = (_declared(s) for s in (capabilities.key_head_sizes, capabilities.value_head_sizes))
     if not keys or not values:
@@ -34,8 +34,7 @@ def head_configurations(capabilities: KernelCapabilities, device_type: str) -> t
             f"no head size to try: K in {keys}, V in {values} of {sorted(_SIZES)}; pass heads=[(H, HV, K, V)]"
         )
     if device_type != "cpu":
-        largest = (16, 32, 128 if 128 in keys else keys[0], 128 if 128 in values else values[0])
-        return ((4, 4, 64, 64), largest) if 64 in keys and 64 in values else (largest,)
+        return ((16, 32, 128 if 128 in keys else keys[0], 128 if 128 in values else values[0]),)
     plain = (2, 2, keys[0], values[0])
     grouped = (2, 6, keys[1 % len(keys)], values[-1 if len(values) < 3 else 2])
     if keys == values == list(_SIZES):
@@ -147,6 +146,8 @@ class _Generator:
         for name in self.full.wanted:
             yield plain.but(topic=f"gradient of {name}", heads=self.plain, grad=name, **self.states)
         yield plain.but(topic="gradients without states")
+        if self.capabilities.initial_state:
+            yield plain.but(topic="gradients from an initial state alone", initial_state=True)
         yield plain.but(topic="gradients through the normalisation", l2norm=True, T=20)
         for beta_dtype in ("float32", "bfloat16"):
             if beta_dtype != self.base.dtype:
@@ -160,6 +161,9 @@ class _Generator:
         full = self.full.but(B=1, T=64)
         yield self.base.but(topic="packed documents", lengths=(30, 34))
         yield full.but(topic="packed documents of odd lengths", lengths=(1, 63, 2, 65))
+        yield full.but(topic="packed documents of whole chunks", lengths=(64, 128, 64))
+        for missing in (name for name, there in self.states.items() if there):
+            yield full.but(topic=f"packed documents without {missing}", lengths=(3, 0, 66, 9), **{missing: False})
         yield full.but(topic="packed single document", lengths=(50,))
         for words, lengths in (("first", (0, 9, 4)), ("between", (9, 0, 0, 4)), ("last", (9, 4, 0)), ("only", (0, 0))):
             yield full.but(topic=f"empty document {words}", lengths=lengths)
@@ -170,6 +174,10 @@ class _Generator:
         yield full.but(topic="boundaries rewritten in place", check="stale", lengths=(4, 6, 9), boundaries="int32")
         for layout in ("strided", "expanded"):
             yield full.but(topic=f"{layout} packed inputs", layout=layout, lengths=(5, 0, 70))
+        everything = full.but(
+            topic="everything at once", l2norm=True, layout="strided", boundaries="int64", gates="mixed"
+        )
+        yield everything.but(lengths=(66, 0, 7, 130), beta="ends")
         yield full.but(topic="packed, scratch memory filled with NaN", scratch=True, lengths=(5, 0, 70))
         yield full.but(topic="repeated packed calls", check="repeat", lengths=(5, 0, 70))
 
@@ -191,7 +199,8 @@ class _Generator:
         for H, HV, K, V in self.sizes:
             yield self.full.but(topic=f"head sizes K={K} V={V}", heads=(H, HV, K, V), T=70, B=1)
         if self.base.form == "chunk":
-            yield self.base.but(topic="40000 tokens", T=40_000, heads=self.plain, **self.states)
+            yield self.full.but(topic="600 tokens", T=600, B=1)
+            yield self.base.but(topic="33000 tokens", T=33_000, heads=self.plain, **self.states)
             if self.capabilities.packed:
                 yield self.full.but(topic="300 packed documents", lengths=(1, 3, 0, 2) * 75, heads=self.plain)
             if self.capabilities.packed and packings:

@@ -78,7 +78,7 @@ class ConformanceReport:
         """The largest relative error of each quantity.
 
         Returns:
-            ``{(form, dtype, quantity): (error, allowed)}``.
+            A pair ``(error, allowed)`` for each ``(form, dtype, quantity)``.
         """
         worst: dict[tuple[str, str, str], tuple[float, float]] = {}
         for result in self.results:

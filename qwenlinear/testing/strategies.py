@@ -1,16 +1,19 @@
-"""Hypothesis strategies: cases that nobody has thought of. Importing this module needs `hypothesis`."""
+"""Hypothesis strategies: cases that nobody has thought of. Using this module needs `hypothesis`, importing it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from hypothesis import strategies as st
 
 from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.capabilities import Form
 from qwenlinear.testing.cases import Case
 from qwenlinear.testing.generate import Heads, head_configurations
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 
 def kernel_cases(
@@ -33,6 +36,8 @@ def kernel_cases(
         ... def test_values(case):
         ...     check_kernel(TorchKernel(), cases=[case])
     """
+    from hypothesis import strategies as st
+
     capabilities = kernel.capabilities
     configurations = list(heads or head_configurations(capabilities, device_type))
     dtypes = [

@@ -86,9 +86,7 @@ def run_world(
         if rank not in expect_dead and outcomes.get(rank, ("missing",))[0] != "ok"
     ]
     assert not failures, "\n".join(failures)
-    return [
-        outcomes[rank][1] if rank in outcomes and rank not in expect_dead else None for rank in range(size)
-    ]
+    return [outcomes[rank][1] if rank in outcomes and rank not in expect_dead else None for rank in range(size)]
 
 
 def _collect(pipes: list[Connection], limit: float) -> dict[int, tuple[str, Any]]:
@@ -102,9 +100,7 @@ def _collect(pipes: list[Connection], limit: float) -> dict[int, tuple[str, Any]
                 outcomes[rank] = pipe.recv()
             except EOFError:
                 outcomes[rank] = ("dead", "the process ended without a result")
-            if (
-                outcomes[rank][0] == "error"
-            ):  # the others wait for it in vain: give them a moment to say where
+            if outcomes[rank][0] == "error":  # the others wait for it in vain: give them a moment to say where
                 deadline = min(deadline, time.monotonic() + 5.0)
     return outcomes
 

@@ -353,9 +353,7 @@ def rules(rank: int, size: int) -> None:
         time.sleep(0.06)
     # Two first calls, then one check for each of the two further intervals.
     assert sum(s.checks for s in guard.stats().values()) == 4
-    both = GuardedProcessGroup.wrap(
-        policy=policy.replace(allow=["broadcast"], deny=["broadcast_object_list"])
-    )
+    both = GuardedProcessGroup.wrap(policy=policy.replace(allow=["broadcast"], deny=["broadcast_object_list"]))
     for _ in range(3):
         dist.broadcast(x, src=0, group=both)
     assert both.stats()["broadcast"].checks == 3
@@ -452,9 +450,7 @@ def raising_probe_and_reclaim(rank: int, size: int) -> None:
     assert "no such sensor" in str(log.records[0].exc_info[1])  # type: ignore[index]
     del log.records[:]
 
-    guard = GuardedProcessGroup.wrap(
-        policy=CommMemoryPolicy(probe=lambda d: 0, reclaim=broken, deny=["all_reduce"])
-    )
+    guard = GuardedProcessGroup.wrap(policy=CommMemoryPolicy(probe=lambda d: 0, reclaim=broken, deny=["all_reduce"]))
     for _ in range(3):
         dist.all_reduce(torch.ones(2), group=guard)
     assert [r.getMessage() for r in log.records] == [
@@ -502,9 +498,7 @@ def failing_collective_keeps_its_type_and_gains_a_note(rank: int, size: int) -> 
 def no_reclaim_while_something_is_in_flight(rank: int, size: int) -> None:
     """Rank 0 starts an all_reduce that rank 1 joins late; until then rank 0 reclaims nothing."""
     memory = Memory(free=GIB, cached=6 * GIB)
-    busy = GuardedProcessGroup.wrap(
-        dist.new_group([0, 1]), memory.policy(deny=list(Collective), min_free_bytes=0)
-    )
+    busy = GuardedProcessGroup.wrap(dist.new_group([0, 1]), memory.policy(deny=list(Collective), min_free_bytes=0))
     other = GuardedProcessGroup.wrap(dist.new_group([0, 1]), memory.policy(deny=list(Collective)))
     for held in (True, False):  # whether the caller keeps the work
         memory.free, memory.cached, memory.reclaims = GIB, 6 * GIB, 0

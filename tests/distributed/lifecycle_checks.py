@@ -86,9 +86,7 @@ def suspend_and_resume(rank: int, size: int) -> None:
     assert _cpu_timeout(group) == timedelta(seconds=9)
     dist.destroy_process_group(group)
     raises(RuntimeError, lambda: group.allreduce([torch.ones(1)]), "was destroyed")
-    raises(
-        ValueError, lambda: _sum(group, rank), "was destroyed"
-    )  # torch.distributed refuses first, by what repr says
+    raises(ValueError, lambda: _sum(group, rank), "was destroyed")  # torch.distributed refuses first, by what repr says
     raises(RuntimeError, group.resume, "was destroyed")
     raises(RuntimeError, group.suspend, "was destroyed")
 
@@ -198,8 +196,7 @@ def default_group_is_guarded_and_restored(rank: int, size: int) -> None:
     policy, asked = counting_policy(interval=0)
     found, backend = dist.group.WORLD, dist.get_backend()
     maps = {
-        name: dict(getattr(c10d._world, name))
-        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
+        name: dict(getattr(c10d._world, name)) for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
     }
     count = dist.get_pg_count()
     with guard_default_group(policy) as guard:
@@ -303,9 +300,7 @@ def unguardable_paths_are_loud(rank: int, size: int) -> list[str]:
     guard = GuardedProcessGroup.wrap(policy=policy)
     out = torch.zeros(2 * size)
     try:
-        work = torch.ops._c10d_functional.all_gather_into_tensor_out(
-            torch.ones(2), size, guard.group_name, out=out
-        )
+        work = torch.ops._c10d_functional.all_gather_into_tensor_out(torch.ones(2), size, guard.group_name, out=out)
         torch.ops._c10d_functional.wait_tensor(work)
         told = "reached the guard"
         assert asked, "passed by the guard"

@@ -42,9 +42,7 @@ NOT_COLLECTIVES = {
 def test_every_method_of_the_installed_process_group_is_classified() -> None:
     known = set(METHODS) | DELEGATED | REFUSED | OWN_OR_BASE
     unknown = [name for name in dir(dist.ProcessGroup) if not name.startswith("__") and name not in known]
-    assert unknown == [], (
-        f"new on ProcessGroup: {unknown}; add each to METHODS, DELEGATED, REFUSED or OWN_OR_BASE"
-    )
+    assert unknown == [], f"new on ProcessGroup: {unknown}; add each to METHODS, DELEGATED, REFUSED or OWN_OR_BASE"
 
 
 def test_every_function_of_the_installed_torch_distributed_is_classified() -> None:
@@ -54,9 +52,7 @@ def test_every_function_of_the_installed_torch_distributed_is_classified() -> No
         if callable(value) and not inspect.isclass(value) and not name.startswith("__")
     ]
     unknown = [n for n in functions if n not in NOT_COLLECTIVES and n not in _spellings()]
-    assert unknown == [], (
-        f"new in torch.distributed: {unknown}; add each to collectives.py or to NOT_COLLECTIVES"
-    )
+    assert unknown == [], f"new in torch.distributed: {unknown}; add each to collectives.py or to NOT_COLLECTIVES"
 
 
 def test_every_collective_of_the_base_is_overridden() -> None:

@@ -1,4 +1,4 @@
-"""The package is light to import: no kernels, no layers, no CUDA, and no torch.distributed needed."""
+"""The package is light to import: no CUDA, and no torch.distributed needed; what it may import is checked in test_base.py."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ import pytest
 
 
 def _python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_import_touches_neither_kernels_nor_layers_nor_cuda() -> None:
-    out = _python(
-        "import sys, torch\n"
-        "import qwenlinear.distributed\n"
-        "print([m for m in sys.modules if m.startswith(('qwenlinear.kernels', 'qwenlinear.layers'))])\n"
-        "print(torch.cuda.is_initialized())"
-    )
-    assert out.split("\n")[:2] == ["[]", "False"]
+def test_import_does_not_touch_the_device() -> None:
+    assert _python("import torch, qwenlinear.distributed\nprint(torch.cuda.is_initialized())") == "False\n"
 
 
 def test_import_without_torch_distributed_and_a_clear_error_on_use() -> None:

@@ -38,9 +38,7 @@ def test_a_name_with_two_carriers_allows_both() -> None:
 def test_unknown_names_raise_at_construction(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument}: .*'all_gather_into_tensr'"):
         CommMemoryPolicy(**{argument: ["all_reduce", "all_gather_into_tensr"]})
-    with pytest.raises(
-        ValueError, match=f"{argument} needs a collection of names, got the string 'all_reduce'"
-    ):
+    with pytest.raises(ValueError, match=f"{argument} needs a collection of names, got the string 'all_reduce'"):
         CommMemoryPolicy(**{argument: "all_reduce"})
 
 

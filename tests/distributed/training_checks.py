@@ -69,9 +69,7 @@ def _mesh(groups: list[Any], size: int) -> DeviceMesh:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=(kind,))
     ranks = torch.arange(size).reshape(2, size // 2)
-    return DeviceMesh.from_group(
-        groups, "cpu", mesh=ranks, mesh_dim_names=(f"{kind}_replicate", f"{kind}_shard")
-    )
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=(f"{kind}_replicate", f"{kind}_shard"))
 
 
 def fsdp2(groups: list[Any], rank: int, compiled: bool = False) -> list[float]:
@@ -163,10 +161,7 @@ def train(rank: int, size: int, names: list[str]) -> dict[str, tuple[list[float]
     two_dims: list[Any] = []
     for rows in ([[i, i + size // 2] for i in range(size // 2)], [world[: size // 2], world[size // 2 :]]):
         two_dims += [
-            g
-            for ranks in rows
-            if rank in ranks
-            for g in [dist.new_group(ranks, use_local_synchronization=True)]
+            g for ranks in rows if rank in ranks for g in [dist.new_group(ranks, use_local_synchronization=True)]
         ]
     report = {}
     for name in names:

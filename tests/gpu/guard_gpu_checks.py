@@ -43,9 +43,7 @@ def first_call_gives_the_cache_back(rank: int, size: int) -> dict[str, Any]:
     assert stats.bytes_given_back >= 2 * GIB - 64 * 2**20, stats
     assert torch.cuda.memory_reserved() <= reserved - 2 * GIB + 64 * 2**20
     # It did not help (all memory is wanted): a pause.
-    guard_denied = GuardedProcessGroup.wrap(
-        policy=CommMemoryPolicy(min_free_bytes=_want_all(), deny=["all_reduce"])
-    )
+    guard_denied = GuardedProcessGroup.wrap(policy=CommMemoryPolicy(min_free_bytes=_want_all(), deny=["all_reduce"]))
     for _ in range(20):
         dist.all_reduce(x, group=guard_denied)
     stats_denied = guard_denied.stats()["all_reduce"]
@@ -60,12 +58,8 @@ def first_call_gives_the_cache_back(rank: int, size: int) -> dict[str, Any]:
 def idle_in_graph_capture(rank: int, size: int) -> None:
     x = torch.ones(1024, device="cuda")
     guards = {
-        "default": GuardedProcessGroup.wrap(
-            policy=CommMemoryPolicy(deny=list(Collective), min_free_bytes=_want_all())
-        ),
-        "custom": GuardedProcessGroup.wrap(
-            policy=CommMemoryPolicy(deny=list(Collective), probe=lambda device: 0)
-        ),
+        "default": GuardedProcessGroup.wrap(policy=CommMemoryPolicy(deny=list(Collective), min_free_bytes=_want_all())),
+        "custom": GuardedProcessGroup.wrap(policy=CommMemoryPolicy(deny=list(Collective), probe=lambda device: 0)),
     }
     for name, guard in guards.items():
         for _ in range(3):
@@ -88,15 +82,13 @@ def idle_in_graph_capture(rank: int, size: int) -> None:
 
 def other_streams_hold_a_reclaim_off(rank: int, size: int) -> None:
     x = torch.ones(1024, device="cuda")
-    guard = GuardedProcessGroup.wrap(
-        policy=CommMemoryPolicy(deny=list(Collective), min_free_bytes=_want_all())
-    )
+    guard = GuardedProcessGroup.wrap(policy=CommMemoryPolicy(deny=list(Collective), min_free_bytes=_want_all()))
     dist.all_reduce(x, group=guard)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(2_000_000_000)
-        dist.all_reduce(x, group=guard)
+        dist.all_reduce(x, group=guard)  # checked, and free to reclaim: nothing is pending yet
+        torch.cuda._sleep(2_000_000_000)  # now the stream of that collective is busy
     guard._monitor.restart()
     reserved = _reserve_without_wait()
     reclaims = guard.stats()["all_reduce"].reclaims
@@ -150,9 +142,7 @@ def equal_bare_and_guarded(rank: int, size: int) -> dict[str, str]:
             got = guard_checks._outcome(op, guard, rank, size, async_op)
             torch.cuda.synchronize()
             same = guard_checks.plain(got) == guard_checks.plain(expected)
-            assert same or got[0] == expected[0] != "value", (
-                f"{name} async={async_op}: {got} is not {expected}"
-            )
+            assert same or got[0] == expected[0] != "value", f"{name} async={async_op}: {got} is not {expected}"
             report[name] = expected[0]
     assert sum(s.checks for s in guard.stats().values()) == sum(s.calls for s in guard.stats().values())
     return report

@@ -165,7 +165,9 @@ def test_the_default_candidates_in_order():
     assert repr(kernel) == "AutoKernel([FlashQLAKernel(contiguity='copy'), FLAKernel(), TorchKernel()])"
 
 
-@pytest.mark.parametrize("candidates", [[], (), [TorchKernel], [TorchKernel(), "fla"], TorchKernel(), "torch"])
+@pytest.mark.parametrize(
+    "candidates", [[], (), [TorchKernel], [TorchKernel(), "fla"], TorchKernel(), "torch", 3, {TorchKernel()}]
+)
 def test_candidates_are_validated(candidates):
     with pytest.raises(ValueError, match="candidates needs"):
         AutoKernel(candidates)
@@ -307,6 +309,8 @@ def test_kernels_by_name(name, kind):
     [
         ("triton", r"needs to be auto, torch, fla, flashqla, flash_qla or package.module:Class, got 'triton'"),
         ("", "got ''"),
+        (None, "flash_qla or package.module:Class, got None"),
+        (TorchKernel(), r"got TorchKernel\(\)"),
         ("FLA", "auto, torch, fla"),
         (":TorchKernel", "package.module:Class"),
         ("qwenlinear.kernels:", "package.module:Class"),

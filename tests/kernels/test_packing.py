@@ -144,3 +144,20 @@ def test_copies_have_the_boundaries_and_not_the_caches(clone):
     packed = PackedSequences.from_lengths([4, 0, 6], device="cpu")
     assert clone(packed) == packed
     assert clone(packed)._cache == {}
+
+
+class Whole:
+    """An integer as NumPy has them: no `int`, but an index."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_whatever_is_an_index_is_a_whole_number():
+    packed = PackedSequences.from_lengths([Whole(3), 0, Whole(5)])
+    assert packed.bounds == (0, 3, 3, 8)
+    assert all(type(bound) is int for bound in packed.bounds)
+    assert PackedSequences.from_cu_seqlens([Whole(0), Whole(8)]).bounds == (0, 8)

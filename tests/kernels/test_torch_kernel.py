@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from itertools import pairwise
 
 import pytest
@@ -237,14 +238,44 @@ def test_a_document_of_nans_stays_alone() -> None:
     assert all(x.grad[:, 70:].isfinite().all() for x in call.values())
 
 
-def test_autocast_changes_nothing() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_changes_nothing(form: str) -> None:
     call = random_call(1, 70, dtype=torch.float32, grad=True)
-    plain = torch.autograd.grad(KERNEL(**call)[0].sum(), list(call.values()))
+    want = FORMS[form](**call)[0]
+    plain = torch.autograd.grad(want.sum(), list(call.values()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, _ = KERNEL(**call)
-        cast = torch.autograd.grad(o.sum(), list(call.values()))
-    assert o.dtype == torch.float32
+        o, _ = FORMS[form](**call)
+    cast = torch.autograd.grad(o.sum(), list(call.values()))
+    assert torch.equal(o, want)
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_the_chunked_backward_under_autocast_changes_nothing() -> None:
+    call = random_call(1, 70, dtype=torch.float32, grad=True)
+    o, _ = KERNEL(**call)
+    plain = torch.autograd.grad(o.sum(), list(call.values()), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = torch.autograd.grad(o.sum(), list(call.values()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 300, 310, 700)], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_backward_pass_gives_the_same_gradients(form: str, bounds: tuple[int, ...] | None) -> None:
+    call = random_call(1, 700, K=32, V=32, N=1 if bounds is None else 3, grad=True)  # several blocks
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    o, final = FORMS[form](**call, output_final_state=True, cu_seqlens=cu_seqlens)
+    loss = o.square().sum() + final.square().sum()
+    first = torch.autograd.grad(loss, list(call.values()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(call.values()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_shapes_on_the_meta_device() -> None:
+    call = {name: x.to("meta") for name, x in random_call(2, 70, N=2).items()}
+    for form in (KERNEL.__call__, KERNEL.step):
+        o, final = form(**call, output_final_state=True)
+        assert (o.shape, final.shape) == ((2, 70, 4, 8), (2, 4, 8, 8))
 
 
 def test_strided_inputs() -> None:
@@ -256,7 +287,7 @@ def test_strided_inputs() -> None:
     assert torch.equal(final, want_final)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.7, 2])
+@pytest.mark.parametrize("scale", [0.0, -0.7, 2, 1e-200])
 def test_any_scale(scale: float) -> None:
     call = random_call(1, 70, grad=True)
     got = torch.autograd.grad(KERNEL(**call, scale=scale, use_qk_l2norm_in_kernel=True)[0].sum(), list(call.values()))
@@ -284,3 +315,39 @@ def test_equals_transformers(rule: str, seed: int) -> None:
         o, final = run(**call, **options)
         assert relative(o, want_o) < 1e-5
         assert relative(final, want_final) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_default_device_elsewhere_changes_nothing(form: str) -> None:
+    call = random_call(1, 200, N=4, grad=True)
+    lengths = [3, 0, 150, 47]
+    want = FORMS[form](**call, cu_seqlens=PackedSequences.from_lengths(lengths))[0]
+    with torch.device("meta"):  # as torch.set_default_device("cuda") would beside a kernel's tensors
+        got = FORMS[form](**call, cu_seqlens=PackedSequences.from_lengths(lengths))[0]
+    assert torch.equal(got, want)
+
+
+def test_compiled_code_runs_it_outside_of_its_graphs() -> None:
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def model(call):
+        return KERNEL(**{**call, "q": 2 * call["q"]})[0] + 1
+
+    torch.compiler.reset()
+    for T in (5, 70, 131, 17, 200):
+        call = random_call(1, T, grad=True)
+        o = torch.compile(model, backend=backend)(call)
+        want = model(call)
+        assert torch.equal(o, want)
+        gradients = [torch.autograd.grad(x.square().sum(), list(call.values())) for x in (o, want)]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    operators = " ".join(str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert not re.search("bmm|solve|cumsum|exp", operators), operators
+    assert len(graphs) < 7  # a few for one length and for any other, not two a length
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="a kernel that does not declare compile_safe"):
+        torch.compile(model, backend=backend, fullgraph=True)(call)

@@ -48,3 +48,44 @@ def test_parameters(config) -> None:
     assert all(p.isfinite().all() for p in block.parameters())
     assert not block.input_layernorm.weight.any()
     assert "kernel=TorchKernel()" in repr(block)
+
+
+def test_a_failing_mlp_leaves_the_cache_unchanged(config) -> None:
+    block, cache = GatedDeltaNetBlock(config, TorchKernel()), GatedDeltaNetCache()
+    block(torch.randn(2, 3, 32), cache=cache)
+    conv, recurrent = cache.conv_state, cache.recurrent_state
+    block.mlp.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        block(torch.randn(2, 3, 32), cache=cache)
+    assert cache.conv_state is conv
+    assert cache.recurrent_state is recurrent
+
+
+def test_gradients_of_padded_outputs_reach_no_weight(config) -> None:
+    block = GatedDeltaNetBlock(config, TorchKernel())
+    block.mlp.down_proj.bias = torch.nn.Parameter(torch.ones(32))  # as an adapter may add one
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    x = torch.randn(2, 5, 32)
+    y = block(x, attention_mask=mask)
+    assert not y[mask == 0].any()
+    gradient = torch.randn_like(y)
+    want = torch.autograd.grad(y, list(block.parameters()), gradient, retain_graph=True)
+    gradient[mask == 0] = torch.nan
+    got = torch.autograd.grad(y, list(block.parameters()), gradient)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_bad_input_stops_before_the_first_norm(config) -> None:
+    block, cache = GatedDeltaNetBlock(config, TorchKernel()), GatedDeltaNetCache()
+    block.input_layernorm.forward = lambda x: 1 / 0
+    mask = torch.ones(2, 3)
+    for x, words in (
+        (torch.randn(2, 3, 31), r"hidden_states needs shape \[B, T, 32\], got \[2, 3, 31\]"),
+        (torch.randn(3, 32), r"hidden_states needs shape"),
+        (None, "hidden_states needs a tensor, got NoneType"),
+        (torch.zeros(2, 3, 32, dtype=torch.long), "hidden_states needs a floating dtype, got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            block(x, cache=cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="cache needs a GatedDeltaNetCache, got dict"):
+        block(torch.randn(2, 3, 32), cache={})

@@ -81,6 +81,7 @@ def test_missing_fields_are_all_named(holder: object) -> None:
         ({"linear_conv_kernel_dim": True}, "linear_conv_kernel_dim needs a whole number"),
         ({"linear_num_key_heads": 4, "linear_num_value_heads": 2}, "multiple of linear_num_key_heads, got 2 and 4"),
         ({"linear_num_key_heads": 2, "linear_num_value_heads": 3}, "multiple of linear_num_key_heads, got 3 and 2"),
+        ({"hidden_act": ["silu"]}, r"hidden_act needs one of silu, swish, .*, got \['silu'\]"),
         ({"hidden_act": "quick_gelu"}, "hidden_act needs one of silu, swish, .*, got 'quick_gelu'"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps needs a number > 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps needs a number > 0"),

@@ -51,6 +51,13 @@ def test_where_flas_modules_run(installed, monkeypatch) -> None:
     installed(fla_core="0.6.0")
     monkeypatch.setitem(sys.modules, "fla.modules", None)
     assert fused.why_not_fla(CUDA, torch.float16).startswith("fla-core 0.6.0 cannot be imported (")
+    installed(fla_core="0.6.0")
+
+    def broken(name: str) -> None:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(fused.importlib, "import_module", broken)
+    assert fused.why_not_fla(CUDA, torch.float16) == "fla-core 0.6.0 cannot be imported (0 active drivers)"
 
 
 def test_repr_on_a_gpu_with_fla(installed) -> None:

@@ -476,6 +476,47 @@ def test_loading_keeps_the_gate_wide(make_layer, assign) -> None:
         layer.load_state_dict({**given, "A_log": torch.zeros(5)})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_hooks_rewrite_the_checkpoint(make_layer, assign) -> None:
+    layer, other = make_layer(), make_layer()
+    other.reset_parameters()
+    old = layer.state_dict()
+    old["out.weight"], old["a"] = old.pop("out_proj.weight"), old.pop("A_log").bfloat16()
+
+    def rename(module, state_dict, prefix, *rest) -> None:
+        state_dict[prefix + "out_proj.weight"] = state_dict.pop(prefix + "out.weight")
+        state_dict[prefix + "A_log"] = state_dict.pop(prefix + "a")
+
+    other.register_load_state_dict_pre_hook(rename)
+    other.load_state_dict(old, assign=assign)
+    assert torch.equal(other.out_proj.weight, layer.out_proj.weight)
+    assert other.A_log.dtype == (torch.float32 if assign else torch.float64)
+
+
+def test_adapters_in_place_of_projections(make_layer) -> None:
+    class Adapter(torch.nn.Module):  # LoRA's form, without a weight of its own
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.down = torch.nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
+            self.up = torch.nn.Linear(2, base.out_features, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    layer, merged = make_layer(), make_layer()
+    for name, module in list(layer.named_children()):
+        if isinstance(module, torch.nn.Linear):
+            adapter, plain = Adapter(module), getattr(merged, name)
+            setattr(layer, name, adapter)
+            plain.weight.data += adapter.up.weight @ adapter.down.weight
+            plain.bias = torch.nn.Parameter(adapter.up.bias.detach())
+    x, mask = rand(2, 6, 32), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    torch.testing.assert_close(layer(x, attention_mask=mask), merged(x, attention_mask=mask), **CLOSE)
+    torch.testing.assert_close(layer(x[1:, :5]), layer(x, attention_mask=mask)[1:, :5], **CLOSE)
+    assert "form: chunk" in layer.explain(x)
+
+
 def test_save_and_load(make_layer) -> None:
     layer, buffer = make_layer(dtype=torch.float32).bfloat16(), io.BytesIO()
     torch.save(layer.state_dict(), buffer)

@@ -185,3 +185,15 @@ def test_names_and_repr() -> None:
     conv = ShortConvolution(6, 4)
     assert {name: tuple(p.shape) for name, p in conv.named_parameters()} == {"weight": (6, 1, 4)}
     assert repr(conv) == "ShortConvolution(6, width=4, activation=silu, runs on PyTorch: tensors on cpu)"
+
+
+def test_bad_arguments_are_named() -> None:
+    for sizes, words in (((0, 4), "channels needs"), ((8, 0), "width needs a whole number >= 1, got 0")):
+        with pytest.raises(ValueError, match=words):
+            ShortConvolution(*sizes)
+    conv, x = ShortConvolution(8, 4), torch.randn(2, 5, 8)
+    with pytest.raises(ValueError, match="cu_seqlens needs a PackedSequences, got Tensor; from_cu_seqlens makes one"):
+        conv(x[:1], cu_seqlens=torch.tensor([0, 5]))
+    for lengths in (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match=r"lengths needs shape \[2\] and int64"):
+            conv(x, lengths=lengths, output_final_state=True)
