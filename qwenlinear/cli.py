@@ -1,4 +1,4 @@
-"""The command line: ``qwenlinear doctor | bench``, each command in a module that is imported when it is asked for."""
+"""The command line: ``qwenlinear doctor | run | bench``, each command in a module that is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("qwenlinear.doctor", "what this machine can run, why not more, and what to do about it"),
+    "run": ("qwenlinear.hf.run", "generate from a Transformers folder with injected kernels"),
 }
 BENCHES: dict[str, tuple[str, str]] = {
     "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
+    "model": ("qwenlinear.bench.model", "a whole Transformers model, as installed and injected"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }
 

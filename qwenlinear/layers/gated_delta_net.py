@@ -291,14 +291,7 @@ class Qwen3NextGatedDeltaNet(GatedDeltaNet):
         self._add_output()
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        c = self.config
-        H, K, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
-        group = c.linear_num_value_heads // H
-        by_head = self.in_proj_qkvz(hidden_states).unflatten(-1, (H, 2 * K + 2 * group * V))
-        q, k, v, z = torch.split(by_head, [K, K, group * V, group * V], -1)
-        b, a = torch.split(self.in_proj_ba(hidden_states).unflatten(-1, (H, 2 * group)), [group, group], -1)
-        mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
-        return mixed, z.flatten(2).unflatten(-1, (H * group, V)), b.flatten(2), a.flatten(2)
+        return split_grouped(self.config, self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states))
 
 
 class Qwen3_5GatedDeltaNet(GatedDeltaNet):
@@ -332,3 +325,23 @@ class Qwen3_5GatedDeltaNet(GatedDeltaNet):
         c = self.config
         z = self.in_proj_z(hidden_states).unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
         return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+
+
+def split_grouped(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take Qwen3-Next's projections apart, whose channels are grouped by key head.
+
+    Args:
+        config: the layer's sizes.
+        qkvz: ``[B, T, 2*key_dim+2*value_dim]``.
+        ba: ``[B, T, 2*HV]``.
+
+    Returns:
+        q, k and v side by side ``[B, T, conv_dim]``, z ``[B, T, HV, V]``, b and a ``[B, T, HV]``.
+    """
+    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    group = config.linear_num_value_heads // H
+    by_head = qkvz.unflatten(-1, (H, 2 * K + 2 * group * V))
+    q, k, v, z = torch.split(by_head, [K, K, group * V, group * V], -1)
+    b, a = torch.split(ba.unflatten(-1, (H, 2 * group)), [group, group], -1)
+    mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
+    return mixed, z.flatten(2).unflatten(-1, (H * group, V)), b.flatten(2), a.flatten(2)

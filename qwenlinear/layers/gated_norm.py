@@ -46,11 +46,7 @@ class GatedRMSNorm(nn.Module):
         Returns:
             ``[..., V]`` in x's dtype; computed in float32 at least.
         """
-        fla = fla_module(x, "norm.fused_norm_gate")
-        if fla is None:
-            return gated_rms_norm(x, gate, self.weight, self.eps)
-        y: Tensor = fla.rms_norm_gated(x, gate, self.weight, None, activation="swish", eps=self.eps)
-        return y
+        return gated_norm(x, gate, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, {self.implementation(self.weight.device, self.weight.dtype)}"
@@ -59,6 +55,25 @@ class GatedRMSNorm(nn.Module):
         """What runs on such tensors, in words."""
         reason = why_not_fla(device, dtype)
         return "runs on flash-linear-attention" if reason is None else f"runs on PyTorch: {reason}"
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The gated norm on what this machine has: flash-linear-attention's kernel, or PyTorch with the same results.
+
+    Args:
+        x: ``[..., V]`` any floating dtype.
+        gate: ``[..., V]`` before the activation.
+        weight: ``[V]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., V]`` in x's dtype; computed in float32 at least.
+    """
+    fla = fla_module(x, "norm.fused_norm_gate")
+    if fla is None:
+        return gated_rms_norm(x, gate, weight, eps)
+    y: Tensor = fla.rms_norm_gated(x, gate, weight, None, activation="swish", eps=eps)
+    return y
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

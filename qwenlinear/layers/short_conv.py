@@ -86,11 +86,7 @@ class ShortConvolution(nn.Module):
         self._check(x, initial_state, cu_seqlens, lengths)
         packed = cu_seqlens if cu_seqlens is not None and cu_seqlens.num_sequences > 1 else None  # one is dense
         state = None if initial_state is None else initial_state.to(x.dtype)
-        fla = fla_module(x, "causal_conv1d") if self.activation in _FLA_ACTIVATIONS else None
-        if fla is not None:
-            y = self._on_fla(fla.causal_conv1d, x, state, packed)
-        else:
-            y = short_convolution(x, self.weight, self.activation, state, packed)
+        y = causal_convolution(x, self.weight, self.activation, state, packed)
         return y, _final_state(x, self.width, state, packed, lengths) if output_final_state else None
 
     def extra_repr(self) -> str:
@@ -124,30 +120,49 @@ class ShortConvolution(nn.Module):
         if state is not None and tuple(state.shape) != wanted:
             raise ValueError(f"initial_state needs shape {list(wanted)} ([N, C, W-1]), got {list(state.shape)}")
 
-    def _on_fla(self, convolve: object, x: Tensor, state: Tensor | None, packed: PackedSequences | None) -> Tensor:
-        boundaries = {}
-        if packed is not None:
-            boundaries = {
-                "cu_seqlens": packed._boundaries(x.device),
-                "cu_seqlens_cpu": packed._boundaries(torch.device("cpu")),
-                "chunk_indices": packed.derive(
-                    ("short_conv.fla_chunks", x.device), lambda: _fla_chunks(packed, x.device)
-                ),
-            }
-        y, _ = convolve(  # type: ignore[operator]
-            x,
-            self.weight.squeeze(1),
-            initial_state=None
-            if state is None
-            else F.pad(state, (1, 0)),  # FLA keeps W columns and never reads the first
-            output_final_state=False,
-            activation=self.activation,
-            **boundaries,
-        )
-        return y  # type: ignore[no-any-return]
-
 
 _FLA_ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    packed: PackedSequences | None = None,
+) -> Tensor:
+    """The convolution on what this machine has: flash-linear-attention's kernel, or PyTorch with the same results.
+
+    Args:
+        x: ``[B, T, C]`` any floating dtype.
+        weight: ``[C, 1, W]``.
+        activation: a key of ``ACTIVATIONS``, or None.
+        initial_state: ``[N, C, W-1]`` in x's dtype, or None for zeros.
+        packed: boundaries of packed documents, or None for dense rows.
+
+    Returns:
+        ``[B, T, C]`` in x's dtype, accumulated in float32 at least.
+    """
+    fla = fla_module(x, "causal_conv1d") if activation in _FLA_ACTIVATIONS else None
+    if fla is None:
+        return short_convolution(x, weight, activation, initial_state, packed)
+    boundaries = {}
+    if packed is not None:
+        boundaries = {
+            "cu_seqlens": packed._boundaries(x.device),
+            "cu_seqlens_cpu": packed._boundaries(torch.device("cpu")),
+            "chunk_indices": packed.derive(("short_conv.fla_chunks", x.device), lambda: _fla_chunks(packed, x.device)),
+        }
+    y, _ = fla.causal_conv1d(
+        x,
+        weight.squeeze(1),
+        # FLA keeps W columns and never reads the first
+        initial_state=None if initial_state is None else F.pad(initial_state, (1, 0)),
+        output_final_state=False,
+        activation=activation,
+        **boundaries,
+    )
+    return y  # type: ignore[no-any-return]
 
 
 def short_convolution(

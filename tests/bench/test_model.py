@@ -1,0 +1,59 @@
+"""bench model at tiny size: every side on the same weights, losses compared, a side that fails does not stop the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qwenlinear import cli
+
+pytest.importorskip("transformers", minversion="5.6")
+
+
+def test_tiny(tmp_path, capsys) -> None:
+    words = ["--tiny", "--device", "cpu", "--dtype", "float32", "--layers", "4", "--tokens", "48", "--documents", "4"]
+    words += ["--prompt", "16", "--rows", "2", "--steps", "3", "--kernels", "torch", "flashqla", "--rounds", "3"]
+    assert cli.main(["bench", "model", *words, "--part-seconds", "1", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "model.json").read_text())
+    rows = {(row["part"], row["side"]): row for row in results["rows"]}
+    assert len(rows) == 12
+    assert rows["train", "injected TorchKernel"]["loss"] > 0
+    assert rows["train", "injected TorchKernel"]["tokens_per_second"] > 0
+    assert "UnsupportedCall" in rows["train", "injected FlashQLAKernel"]["error"]
+    for part in ("prefill", "decode"):
+        assert rows[part, "Transformers"]["tokens_per_second"] > 0
+        assert rows[part, "injected TorchKernel"]["speedup"] > 0
+    assert "| decode | injected TorchKernel |" in (tmp_path / "model.md").read_text()
+    assert "agree: yes" in capsys.readouterr().out
+
+
+def test_the_batch_is_the_documents() -> None:
+    """The benchmark's own attention and the packed layers give the loss of separate documents."""
+    import argparse
+
+    import torch
+
+    from qwenlinear.bench.model import Bench, add_arguments
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = "--tiny --device cpu --dtype float32 --layers 4 --tokens 12 --documents 3 --kernels torch"
+    bench = Bench(parser.parse_args(words.split()))
+    bench.attention.length = 4
+    work, _, _ = bench._train()
+    model, untouched = bench.sides["injected TorchKernel"].model, bench.sides["Transformers"].model
+    assert {id(p) for p in model.parameters()} == {id(p) for p in untouched.parameters()}
+    facts = work("injected TorchKernel", model)
+    bench.attention.length = None
+    untouched.eval()
+    ids = bench._ids(1, 12)
+    with torch.no_grad():
+        logits = torch.cat([untouched(part, use_cache=False).logits for part in ids.split(4, 1)], 1)
+    want = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    assert facts["loss"] == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_documents_have_to_divide_the_tokens() -> None:
+    with pytest.raises(ValueError, match="multiple of --documents"):
+        cli.main(["bench", "model", "--tiny", "--device", "cpu", "--tokens", "10", "--documents", "3"])
