@@ -174,12 +174,12 @@ class SingleTokenWrong(_Changed):
 class WrongBeyondTwoChunks(_Changed):
     def _chunk(self, inputs):
         o, final = super()._chunk(inputs)
-        if inputs.packed is None and 100 < inputs.T < 40_000:
+        if inputs.packed is None and 100 < inputs.T < 33_000:
             o = torch.cat([o[:, :100], o[:, 100:] * 1.1], 1)
         return o, final
 
 
-@broken("40000 tokens")
+@broken("33000 tokens")
 class PositionsInSixteenBits(_Changed):
     def _after(self, inputs, answer):
         o = answer[0]
@@ -328,13 +328,11 @@ class NaNLeaks(_Changed):
         return answer[0] + 0 * inputs.v.sum(), answer[1]
 
 
-@broken("scratch memory filled with NaN")
+@broken("scratch", "error inf")
 class ReadsScratch(_Changed):
     def _after(self, inputs, answer):
-        scratch = torch.empty_like(answer[0])
-        if not torch.are_deterministic_algorithms_enabled():
-            scratch.zero_()  # what fresh memory mostly holds; other leftovers would fail some other case, now and then
-        return answer[0] + scratch.clamp(0, 0).detach(), answer[1]
+        scratch = torch.empty(1 << 24)[:1]  # too large for reuse: fresh pages, zero unless somebody fills them
+        return answer[0] + scratch.to(answer[0].dtype), answer[1]
 
 
 @broken("boundaries rewritten in place")
