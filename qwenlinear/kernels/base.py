@@ -53,7 +53,10 @@ class GatedDeltaKernel(ABC):
             return  # an abstract intermediate, or a composite that answers per instance
         for form, method in (("chunk", "_chunk"), ("step", "_step")):
             if getattr(declared, form) != (getattr(cls, method) is not getattr(GatedDeltaKernel, method)):
-                raise TypeError(f"{cls.__name__} needs capabilities.{form}=True exactly where it writes {method}")
+                got = f"writes no {method}" if getattr(declared, form) else f"writes {method} without declaring it"
+                raise TypeError(
+                    f"{cls.__name__} needs capabilities.{form}=True exactly where it writes {method}; it {got}"
+                )
         missing = [str(dtype) for dtype in declared.dtypes if dtype not in getattr(cls, "tolerances", {})]
         if missing:
             raise TypeError(f"{cls.__name__} needs tolerances for each dtype it declares, got none for {missing}")

@@ -77,14 +77,14 @@ class GatedDeltaNetBlock(nn.Module):
         padding = None if attention_mask is None else ~real_tokens(attention_mask, hidden_states)[..., None]
         if padding is not None:  # norms and MLP go row by row, but their weights' gradients sum over the padding
             hidden_states = hidden_states.masked_fill(padding, 0.0)
-        held = None if cache is None else (cache.conv_state, cache.recurrent_state)
+        held = None if cache is None else dict(vars(cache))
         try:
             mixed = self.linear_attn(self.input_layernorm(hidden_states), cu_seqlens, cache, attention_mask)
             hidden_states = hidden_states + mixed
             hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         except BaseException:
             if cache is not None and held is not None:  # the layer may be through when the MLP fails
-                cache.conv_state, cache.recurrent_state = held
+                vars(cache).update(held)
             raise
         return hidden_states if padding is None else hidden_states.masked_fill(padding, 0.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,11 @@ from torch import Tensor
 class GatedDeltaNetCache:
     """State of one layer: the last columns of the convolution's input, and the recurrent state. Rows are sequences.
 
-    Hand a fresh one to the first call and the same one to each later call. After N packed documents the next call is N
-    packed documents or a batch of N. A call that raises leaves it unchanged. The graph is kept when gradients are on:
-    call :meth:`detach` between steps of truncated back-propagation. Activation checkpointing runs a call a second time, when
-    the cache has gone on: inside the checkpointed function use a :meth:`copy` made there.
+    Hand a fresh one to the first call and the same one to each later call. A model needs one for each layer: a layer refuses
+    one that another layer filled. After N packed documents the next call is N packed documents or a batch of N. A call that
+    raises leaves it unchanged. The graph is kept when gradients are on: call :meth:`detach` between steps of truncated
+    back-propagation. Activation checkpointing runs a call a second time, when the cache has gone on: inside the
+    checkpointed function use a :meth:`copy` made there.
 
     Attributes:
         conv_state: ``[N, 2*key_dim+value_dim, W-1]`` in the activations' dtype, oldest column first; None before the
@@ -27,6 +30,7 @@ class GatedDeltaNetCache:
 
     conv_state: Tensor | None
     recurrent_state: Tensor | None
+    _layer: weakref.ref[object] | None  # which layer filled it
 
     def __init__(self) -> None:
         self.reset()
@@ -40,6 +44,35 @@ class GatedDeltaNetCache:
         """Forget everything: the next call starts its sequences."""
         self.conv_state = None
         self.recurrent_state = None
+        self._layer = None
+
+    def check_layer(self, layer: object) -> None:
+        """Refuse another layer's states: they would fit, and be wrong.
+
+        Args:
+            layer: the layer that is about to go on from them.
+
+        Raises:
+            ValueError: another layer filled this cache. States that were set by hand or loaded fit any layer.
+        """
+        filled_by = None if self._layer is None else self._layer()
+        if filled_by is not None and filled_by is not layer:
+            raise ValueError(
+                "cache needs to be this layer's own, got one that another layer filled; make one GatedDeltaNetCache a layer"
+            )
+
+    def store(self, layer: object, conv_state: Tensor | None, recurrent_state: Tensor | None) -> None:
+        """Take a layer's new states.
+
+        Args:
+            layer: whose they are.
+            conv_state: ``[N, 2*key_dim+value_dim, W-1]``.
+            recurrent_state: ``[N, HV, K, V]``.
+        """
+        self.conv_state, self.recurrent_state, self._layer = conv_state, recurrent_state, weakref.ref(layer)
+
+    def __getstate__(self) -> dict[str, object]:  # a saved cache fits any layer of its shapes
+        return {**self.__dict__, "_layer": None}
 
     def reorder(self, index: Tensor) -> None:
         """Keep, drop or repeat sequences, as beam search does: row i becomes what row ``index[i]`` was.
@@ -68,6 +101,7 @@ class GatedDeltaNetCache:
         other = GatedDeltaNetCache()
         other.conv_state = None if self.conv_state is None else self.conv_state.clone()
         other.recurrent_state = None if self.recurrent_state is None else self.recurrent_state.clone()
+        other._layer = self._layer
         return other
 
     def detach(self) -> None:

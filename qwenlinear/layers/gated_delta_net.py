@@ -143,7 +143,7 @@ class GatedDeltaNet(nn.Module, ABC):
         if padding is not None:
             output = padding.restore(output)
         if cache is not None:
-            cache.conv_state, cache.recurrent_state = conv_state, recurrent_state
+            cache.store(self, conv_state, recurrent_state)
         return output
 
     def explain(
@@ -207,6 +207,8 @@ class GatedDeltaNet(nn.Module, ABC):
         if hidden_states.device != self.A_log.device:
             raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
         call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
+        if cache is not None:
+            cache.check_layer(self)
         plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
         if plain and hidden_states.dtype != self.out_proj.weight.dtype:  # an adapter in its place casts as it likes
             weights = self.out_proj.weight.dtype

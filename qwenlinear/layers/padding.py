@@ -65,7 +65,8 @@ class RightPadding:
         real = real_tokens(attention_mask, hidden_states)
         T, device = real.shape[1], real.device
         self.lengths = real.sum(1)
-        if device.type == "cpu":
+        if device.type == "cpu":  # elsewhere reading the values would synchronise
+            _check_not_additive(attention_mask)
             _check_contiguous(real)
         place = torch.arange(T, device=device)
         self._padding = (place >= self.lengths[:, None])[..., None]  # [B, T, 1] once aligned
@@ -123,6 +124,14 @@ class _PermuteTokens(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors  # type: ignore[attr-defined]
         return _PermuteTokens.apply(grad, inverse, order), None, None
+
+
+def _check_not_additive(attention_mask: Tensor) -> None:
+    if attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+        raise ValueError(
+            "attention_mask needs nonzero for real tokens and zero for padding, got negative values: this looks like an "
+            "additive mask, of which this is (mask >= 0)"
+        )
 
 
 def _check_contiguous(real: Tensor) -> None:

@@ -48,6 +48,7 @@ def check_kernel(
         The report; ``report.passed`` is True.
 
     Raises:
+        ValueError: no kernel object.
         ConformanceError: something failed, or every case was refused; the report is its ``.report``.
 
     Example:
@@ -55,6 +56,8 @@ def check_kernel(
         >>> report.passed, report.counts
         (True, {'passed': 1, 'failed': 0, 'refused': 0})
     """
+    if not isinstance(kernel, GatedDeltaKernel):
+        raise ValueError(f"kernel needs an instance of a GatedDeltaKernel, such as MyKernel(); got {kernel!r}")
     where = torch.device(device)
     if cases is None:
         cases = generate(kernel, where.type, None if heads is None else tuple(heads), packings)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import pytest
 import torch
 
-from qwenlinear.kernels import PackedSequences
-from qwenlinear.layers import GatedDeltaNetCache
+from qwenlinear.kernels import PackedSequences, TorchKernel
+from qwenlinear.layers import GatedDeltaNetCache, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -202,3 +203,21 @@ def test_a_failing_kernel_changes_nothing(make_layer, failing_kernel) -> None:
     assert cache.conv_state is conv
     assert cache.recurrent_state is recurrent
     assert same(cache, held)
+
+
+def test_a_cache_that_another_layer_filled_is_refused() -> None:
+    config = GatedDeltaNetConfig(hidden_size=16, linear_num_key_heads=1, linear_num_value_heads=2,
+                                 linear_key_head_dim=4, linear_value_head_dim=4)  # fmt: skip
+    first, second = Qwen3_5GatedDeltaNet(config, TorchKernel()), Qwen3_5GatedDeltaNet(config, TorchKernel())
+    x, cache = torch.randn(1, 5, 16), GatedDeltaNetCache()
+    first(x, cache=cache)
+    held = cache.recurrent_state
+    for shared in (cache, cache.copy()):
+        with pytest.raises(ValueError, match="got one that another layer filled; make one GatedDeltaNetCache a layer"):
+            second(x, cache=shared)
+    assert cache.recurrent_state is held
+    first(x, cache=cache)
+    cache.reset()
+    second(x, cache=cache)
+    loaded = pickle.loads(pickle.dumps(GatedDeltaNetCache()))
+    first(x, cache=loaded)

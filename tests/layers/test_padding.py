@@ -166,3 +166,8 @@ def test_block_zeroes_padding() -> None:
     assert (x.grad[~mask] == 0).all()
     with pytest.raises(ValueError, match="attention_mask needs shape"):
         block(x, attention_mask=mask[:, 1:])
+
+
+def test_an_additive_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="looks like an additive mask"):
+        RightPadding(torch.tensor([[-1e9, 0.0, 0.0]]), torch.zeros(1, 3, 4))
