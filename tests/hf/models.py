@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 
+import pytest
 import torch
-import transformers
 
 from qwenlinear import GatedDeltaKernel, TorchKernel
+
+transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 97
 SIZES = {

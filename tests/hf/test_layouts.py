@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from qwenlinear import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet, TorchKernel
 from qwenlinear.hf import convert_lora, convert_weights
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 MODULES = {
     "grouped": ["in_proj_qkvz", "in_proj_ba"],
