@@ -77,14 +77,7 @@ class DeltaRuleInputs:
             raise ValueError(f"v needs a number of heads HV that is a multiple of q's H, got HV={HV} and H={H}")
         if K < 1 or V < 1:
             raise ValueError(f"q and v need head sizes of at least 1, got K={K} and V={V}")
-        if q.dtype not in _STATE_DTYPES:
-            raise ValueError(f"q needs float64, float32, bfloat16 or float16, got {q.dtype}")
-        if k.dtype != q.dtype or v.dtype != q.dtype:
-            raise ValueError(f"q, k and v need one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-        if g.dtype != _STATE_DTYPES[q.dtype]:
-            raise ValueError(f"g needs {_STATE_DTYPES[q.dtype]} where q is {q.dtype}, got {g.dtype}")
-        if not beta.is_floating_point():
-            raise ValueError(f"beta needs a floating dtype, got {beta.dtype}")
+        _check_dtypes(q, k, v, g, beta)
         for name, other in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
             if other is not None and other.device != q.device:
                 raise ValueError(f"{name} needs q's device {q.device}, got {other.device}")
@@ -202,6 +195,17 @@ _LETTERS = {
 def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...], whose: str) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} needs shape {list(shape)} ({whose}), got {list(tensor.shape)}")
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    if q.dtype not in _STATE_DTYPES:
+        raise ValueError(f"q needs float64, float32, bfloat16 or float16, got {q.dtype}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v need one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if g.dtype != _STATE_DTYPES[q.dtype]:
+        raise ValueError(f"g needs {_STATE_DTYPES[q.dtype]} where q is {q.dtype}, got {g.dtype}")
+    if not beta.is_floating_point():
+        raise ValueError(f"beta needs a floating dtype, got {beta.dtype}")
 
 
 def _scale(scale: float | None, K: int) -> float:
