@@ -27,9 +27,10 @@ class AutoKernel(GatedDeltaKernel):
     """Each call goes to the first candidate that does not refuse it; chunked and recurrent form are chosen apart.
 
     The choice rests on device, dtype, head sizes, gradients, packing and length, never on values. It is logged once a
-    process for each form and chosen kernel (logger ``qwenlinear``, level INFO); `explain` shows accepted and rejected
-    candidates with reasons. `capabilities` says what some candidate can do and what every candidate promises
-    (determinism, compilation); `tolerances` are the widest of the candidates'.
+    process for each form and chosen kernel (logger ``qwenlinear``, level INFO); `explain` shows who runs, and in one line
+    each why the others do not (``kernel.candidates[0].explain(...)`` has every reason and remedy). `capabilities` says what
+    some candidate can do and what every candidate promises (determinism, compilation); `tolerances` are the widest of the
+    candidates'.
 
     Args:
         candidates: kernels in order of preference; default None for ``[FlashQLAKernel(), FLAKernel(), TorchKernel()]``.
@@ -109,10 +110,15 @@ class AutoKernel(GatedDeltaKernel):
     def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
         chosen, _ = self._first_without(lambda candidate: candidate._all_refusals(inputs, form))
         lines = [f"  {form}: {'no candidate runs it' if chosen is None else f'goes to {chosen!r}'}"]
-        for candidate in self.candidates:
+        for number, candidate in enumerate(self.candidates):
+            refusals = candidate._all_refusals(inputs, form)
+            if refusals and chosen is not None:  # one line: what matters is who runs
+                more = f" (+{len(refusals) - 1} more: candidates[{number}].explain)" if len(refusals) > 1 else ""
+                why = f"[{refusals[0].code}] needs {refusals[0].needs}; got {refusals[0].got}"
+                lines.append(f"    {candidate!r}: refused: {why}{more}")
+                continue
             first, *rest = candidate._explain(inputs, form)
-            later = candidate is not chosen and not candidate._all_refusals(inputs, form)
-            note = ", but comes later" if later else ""
+            note = ", but comes later" if not refusals and candidate is not chosen else ""
             lines += [f"    {candidate!r}{first.strip().removeprefix(form)}{note}", *(f"  {line}" for line in rest)]
         return lines
 

@@ -17,7 +17,7 @@ from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.layers import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 from qwenlinear.testing.generate import generate
-from qwenlinear.testing.kernel import run_case, too_narrow, versions
+from qwenlinear.testing.kernel import present, run_case, too_narrow, versions
 from qwenlinear.testing.layer import check_layer
 from qwenlinear.testing.report import CaseResult, ConformanceError, ConformanceReport
 

@@ -115,7 +115,7 @@ def compare(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
         tolerance: the kernel's own.
 
     Returns:
-        ``{name: (error, allowed)}``; not-a-number anywhere is an infinite error.
+        ``{name: (error, allowed)}``; not-a-number anywhere is an infinite error (`in_words` says where).
     """
     smallest = torch.finfo(torch.float64 if drawn.case.dtype == "float64" else torch.float32).tiny
     errors = {}
@@ -177,10 +177,42 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
 
     if drawn.case.shape[1] > 1000 or explained(truth):  # token by token that would take minutes; nothing to explain
         return ""
+    if not all(answer.isfinite().all() for answer in outputs.values()):
+        return _OVERFLOW if drawn.case.gates in ("strong", "mixed", "reset") else ""
     for fault in KNOWN_FAULTS:
         if explained(run(execution_of(fault), plain)):
             return f"this is what a kernel gives with {fault.text}"
-    return ""
+    return _CANCELLED if drawn.case.gates == "mixed" else ""
+
+
+# What is mostly behind a failure with such decays, where nothing more certain is known.
+_OVERFLOW = "mostly exp of a positive sum of decays overflows: mask what is above the diagonal before exp, not after"
+_CANCELLED = (
+    "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: sum each span by itself"
+)
+
+
+def in_words(answers: Answers, truth: Answers) -> dict[str, str]:
+    """What a relative error can't say: where an answer holds NaN or infinities, or which shape it has instead of the right one.
+
+    Args:
+        answers: of the kernel.
+        truth: what they should be.
+
+    Returns:
+        A few words for each answer of that kind, by name.
+    """
+    said = {}
+    for name, right in truth.items():
+        answer = answers[name]
+        if answer.shape != right.shape:
+            said[name] = f"shape {list(answer.shape)} instead of {list(right.shape)}"
+        elif not answer.isfinite().all():
+            kinds = {"NaN": answer.isnan(), "infinite": answer.isinf()}
+            counts = " and ".join(f"{int(found.sum())} {kind}" for kind, found in kinds.items() if found.any())
+            first = (~answer.isfinite()).nonzero()[0].tolist()
+            said[name] = f"{counts} among {answer.numel()} values, the first at {first} of {list(answer.shape)}"
+    return said
 
 
 @contextmanager
