@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -235,15 +236,24 @@ def kernel_from_name(name: str) -> GatedDeltaKernel:
     except AttributeError as error:
         raise ValueError(f"{name!r} needs a class {attribute} in {module}: {error}") from error
     except Exception as error:
-        raise ValueError(
-            f"{name!r} needs a module {module} that imports, got {type(error).__name__}: {error}"
-        ) from error
+        told = f"{name!r} needs a module {module} that imports, got {type(error).__name__}: {error}"
+        raise ValueError(told + _where_to_look(module, error)) from error
     if not (isinstance(found, type) and issubclass(found, GatedDeltaKernel)):
         raise ValueError(f"{name!r} needs a subclass of GatedDeltaKernel, got {found!r}")
     try:
         return found()
     except TypeError as error:
         raise ValueError(f"{name!r} needs a class that is built without arguments: {error}") from error
+
+
+def _where_to_look(module: str, error: Exception) -> str:
+    """What to do about a module that Python does not find; nothing where it is an import inside of it that fails."""
+    if not isinstance(error, ModuleNotFoundError) or error.name not in (module, module.partition(".")[0]):
+        return ""
+    path = Path(*module.split("."))
+    if path.with_suffix(".py").is_file() or path.is_dir():
+        return f"; {module} is here, but not on Python's path: run with PYTHONPATH=."
+    return "; put its folder on Python's path (PYTHONPATH=. for the current one), or install its package"
 
 
 def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:

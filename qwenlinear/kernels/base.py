@@ -326,7 +326,7 @@ _run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 _run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_safe"  # type: ignore[attr-defined]
 
 
-def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer, method: str) -> None:
+def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: object, method: str) -> None:
     """A kernel author's mistake, caught where it was made."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:  # a tensor of two rows would unpack
         got = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -335,7 +335,7 @@ def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Ans
     K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
     wanted = {"o": (o, inputs.v.shape, inputs.q.dtype)}
     if inputs.output_final_state:
-        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)  # type: ignore[assignment]
+        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)
     for name, (tensor, shape, dtype) in wanted.items():
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)

@@ -16,6 +16,7 @@ import torch
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels.base import GatedDeltaKernel
+from qwenlinear.kernels.hardware import present
 from qwenlinear.kernels.torch_kernel import TorchKernel
 from qwenlinear.testing.cases import Case
 from qwenlinear.testing.checks import CHECKS, WrongValues
@@ -78,27 +79,6 @@ def check_kernel(
     if not report.passed:
         raise ConformanceError(report)
     return report
-
-
-def present(device: torch.device | str) -> torch.device:
-    """A device that this machine has.
-
-    Args:
-        device: which.
-
-    Returns:
-        The same, as an object.
-
-    Raises:
-        ValueError: it has not, or tensors there have no values.
-    """
-    try:
-        where = torch.device(device)
-        torch.zeros(1, device=where).sum().item()
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"device needs one that PyTorch can compute on here, got {str(device)!r}: {why}") from error
-    return where
 
 
 def run_case(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> list[CaseResult]:

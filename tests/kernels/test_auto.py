@@ -353,6 +353,18 @@ def test_a_module_that_fails_to_import_says_how(mocker):
         kernel_from_name("broken_kernels:Fast")
 
 
+def test_a_module_of_the_current_folder_is_pointed_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"; put its folder on Python's path \(PYTHONPATH=. for the current one\)"):
+        kernel_from_name("kernel_made_here:Fast")
+    (tmp_path / "kernel_made_here.py").write_text("import a_library_that_is_missing\n")
+    with pytest.raises(ValueError, match=r"is here, but not on Python's path: run with PYTHONPATH=.$"):
+        kernel_from_name("kernel_made_here:Fast")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"No module named 'a_library_that_is_missing'$"):
+        kernel_from_name("kernel_made_here:Fast")
+
+
 def parse(*words):
     parser = argparse.ArgumentParser()
     add_kernel_arguments(parser)

@@ -274,7 +274,7 @@ def test_the_command_writes_what_it_found(tmp_path, capsys) -> None:
     options = ["--heads", "1,2,8,8", "--packings", "5", "--seconds", "2", "--markdown", str(page), "--json", str(data)]
     assert main(["--kernels", "torch,fla", *options]) == 1  # FLA needs a GPU, and two seconds are too few
     text, loaded = page.read_text(), json.loads(data.read_text())
-    assert text.startswith("# Conformance")
+    assert text.startswith("# Conformance on cpu\n")
     assert "| chunk, float32 |" in text
     assert "cases were not run: the limit of 2 s" in text
     assert "Not run here. FLAKernel() cannot run on cpu" in text
