@@ -115,8 +115,7 @@ class AutoKernel(GatedDeltaKernel):
             refusals = candidate._all_refusals(inputs, form)
             if refusals and chosen is not None:  # one line: what matters is who runs
                 more = f" (+{len(refusals) - 1} more: candidates[{number}].explain)" if len(refusals) > 1 else ""
-                why = f"[{refusals[0].code}] needs {refusals[0].needs}; got {refusals[0].got}"
-                lines.append(f"    {candidate!r}: refused: {why}{more}")
+                lines.append(f"    {candidate!r}: refused: {refusals[0]}{more}")
                 continue
             first, *rest = candidate._explain(inputs, form)
             note = ", but comes later" if not refusals and candidate is not chosen else ""

@@ -168,6 +168,8 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
     Returns:
         A few words, or ``""``.
     """
+    if not all(answer.isfinite().all() for answer in answers.values()):
+        return _OVERFLOW if drawn.case.gates in ("strong", "mixed", "reset") else ""
     outputs = {name: answer for name, answer in answers.items() if not name.startswith("gradient")}
     plain = Drawn(drawn.case.but(grad=""), drawn.bases, drawn.d_output, drawn.d_state, drawn.cu_seqlens)
 
@@ -177,8 +179,6 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
 
     if drawn.case.shape[1] > 1000 or explained(truth):  # token by token that would take minutes; nothing to explain
         return ""
-    if not all(answer.isfinite().all() for answer in outputs.values()):
-        return _OVERFLOW if drawn.case.gates in ("strong", "mixed", "reset") else ""
     for fault in KNOWN_FAULTS:
         if explained(run(execution_of(fault), plain)):
             return f"this is what a kernel gives with {fault.text}"
@@ -187,9 +187,7 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
 
 # What is mostly behind a failure with such decays, where nothing more certain is known.
 _OVERFLOW = "mostly exp of a positive sum of decays overflows: mask what is above the diagonal before exp, not after"
-_CANCELLED = (
-    "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: sum each span by itself"
-)
+_CANCELLED = "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: sum in float64, or each span by itself"
 
 
 def in_words(answers: Answers, truth: Answers) -> dict[str, str]:

@@ -204,7 +204,8 @@ def test_explain_shows_accepted_and_rejected():
         "    Recording(name='x'): runs, but comes later",
         "    TorchKernel(): runs, but comes later",
         "  step: goes to Recording(name='x')",
-        "    ChunkOnly(): refused: [form] needs the recurrent form; got a kernel without it",
+        "    ChunkOnly(): refused: [form] needs the recurrent form; got a kernel without it; "
+        "call the kernel itself, which runs in chunks",
         "    Recording(name='x'): runs",
         "    TorchKernel(): runs, but comes later",
     ]
@@ -214,8 +215,9 @@ def test_explain_counts_what_a_line_leaves_out_and_says_where_it_is():
     inputs = call(T=3, K=4, initial_state=torch.zeros(1, 4, 4, 8))
     kernel = AutoKernel([Recording("first", longest=2), ChunkOnly(), TorchKernel()])
     assert kernel.explain(**inputs).splitlines()[2:4] == [
-        "    Recording(name='first'): refused: [length] needs T <= 2; got T=3",
-        "    ChunkOnly(): refused: [key_head_size] needs K in [8]; got K=4 (+1 more: candidates[1].explain)",
+        "    Recording(name='first'): refused: [length] needs T <= 2; got T=3; shorten it",
+        "    ChunkOnly(): refused: [key_head_size] needs K in [8]; got K=4; use another kernel for this model "
+        "(+1 more: candidates[1].explain)",
     ]
     assert "- [initial_state] needs no initial_state" in kernel.candidates[1].explain(**inputs)
 
