@@ -187,7 +187,10 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
 
 # What is mostly behind a failure with such decays, where nothing more certain is known.
 _OVERFLOW = "mostly exp of a positive sum of decays overflows: mask what is above the diagonal before exp, not after"
-_CANCELLED = "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: sum in float64, or each span by itself"
+_CANCELLED = (
+    "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: "
+    "sum in float64, or each span by itself"
+)
 
 
 def in_words(answers: Answers, truth: Answers) -> dict[str, str]:
