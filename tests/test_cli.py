@@ -72,6 +72,7 @@ def test_documents_of_unequal_length_and_a_missing_transformers(monkeypatch, cap
     [
         (["--kernels", "torch,fast"], "--kernels: the kernel's name needs to be"),
         (["--device", "nowhere"], "--device: device needs one"),
+        (["--dtypes", "bfloat16,int8"], "--dtypes: needs one of float64"),
         (["--heads", "1,2,8"], "--heads: needs H,HV,K,V, whole numbers"),
     ],
 )

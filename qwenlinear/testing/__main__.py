@@ -70,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="H,HV,K,V instead of the default; repeatable",
     )
+    dtypes = usage.split(usage.dtype("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--dtypes", type=dtypes, help="only these, separated by commas (default: all that are declared)"
+    )
     parser.add_argument("--layers", action="store_true", help="also check both layers on each kernel, in bfloat16")
     parser.add_argument("--seconds", type=usage.positive, default=float("inf"), help="stop a kernel after this long")
     parser.add_argument("--json", type=Path, help="write every case there")
@@ -98,7 +102,9 @@ def _sections(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, C
 def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tuple[str, str, ConformanceReport]:
     device, start, remark = torch.device(args.device), time.perf_counter(), ""
     told = start
-    cases = list(generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings))
+    cases = list(
+        generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings, args.dtypes)
+    )
     results: list[CaseResult] = []
     for number, case in enumerate(cases):
         now = time.perf_counter()
