@@ -6,6 +6,9 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+import qwenlinear
+from qwenlinear.usage import UsageError
+
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("qwenlinear.doctor", "what this machine can run, why not more, and what to do about it"),
@@ -20,6 +23,7 @@ BENCHES: dict[str, tuple[str, str]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qwenlinear", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"qwenlinear {qwenlinear.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         _add(commands.add_parser(name, help=text), module)
@@ -33,7 +37,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add(parser: argparse.ArgumentParser, module: str) -> None:
     loaded = importlib.import_module(module)
     loaded.add_arguments(parser)
-    parser.set_defaults(run=loaded.run)
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return int(loaded.run(args))
+        except UsageError as error:
+            parser.error(str(error))
+
+    parser.set_defaults(run=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``qwenlinear``; None means ``sys.argv[1:]``.
 
     Returns:
-        The exit status, 0 for success.
+        The exit status, 0 for success. Bad arguments end the process with 2 instead, as argparse does it.
     """
     args = _parser().parse_args(argv)
     status: int = args.run(args)

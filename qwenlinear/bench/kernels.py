@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
+from qwenlinear import usage
 from qwenlinear.bench import kernels_report, machine, overhead
-from qwenlinear.bench.cases import Case, Inputs, parse_heads, parse_packed, sample
+from qwenlinear.bench.cases import Case, Inputs, sample
 from qwenlinear.bench.contenders import NAMES, Contender, contender
 from qwenlinear.bench.gate import check
 from qwenlinear.bench.timing import Call, Timing, captured, interleave
 from qwenlinear.bench.worker import call, spawn
 
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 PARTS = ("times", "graphs", "memory", "overhead", "first-calls")
 _CPU: dict[str, Any] = {
     "dtype": "float32",
@@ -47,22 +49,36 @@ _GPU: dict[str, Any] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="of q, k and v; default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--heads", type=parse_heads, nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)")
-    parser.add_argument("--sizes", type=int, nargs=2, default=(128, 128), metavar=("K", "V"), help="head sizes")
-    parser.add_argument("--tokens", type=int, nargs="*", help="lengths of one sequence")
-    parser.add_argument("--packed", type=parse_packed, nargs="*", metavar="NxL", help="documents x tokens of each")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usage.device, default=default, help="default here: %(default)s")
     parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help=f"of {', '.join(NAMES)} or package.module:Class"
+        "--dtype", type=usage.dtype(*_DTYPES), help="of q, k and v; default: float32 on a CPU, bfloat16 on a GPU"
     )
+    parser.add_argument(
+        "--heads", type=usage.numbers("H/HV", "/"), nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)"
+    )
+    parser.add_argument(
+        "--sizes", type=usage.whole(1), nargs=2, default=(128, 128), metavar=("K", "V"), help="head sizes"
+    )
+    parser.add_argument("--tokens", type=usage.whole(1), nargs="*", help="lengths of one sequence")
+    parser.add_argument(
+        "--packed", type=usage.numbers("NxL", "x"), nargs="*", metavar="NxL", help="documents x tokens of each"
+    )
+    known = f"of {', '.join(NAMES)} or package.module:Class"
+    parser.add_argument("--contenders", type=usage.kernel(*NAMES), nargs="+", metavar="NAME", help=known)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="what to measure")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of turns (default 9; at least 3 are kept)")
-    parser.add_argument("--case-seconds", type=float, default=12.0, help="time for the rounds of one row (default 12)")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further row is begun")
-    parser.add_argument("--graph-tokens", type=int, default=4096, help="longest TorchKernel call to capture")
+    parser.add_argument(
+        "--rounds", type=usage.whole(1), default=9, help="rounds of turns (default 9; at least 3 are kept)"
+    )
+    parser.add_argument(
+        "--case-seconds", type=usage.positive, default=12.0, help="time for the rounds of one row (default 12)"
+    )
+    parser.add_argument("--limit", type=usage.positive, default=1e9, help="seconds after which no further row is begun")
+    parser.add_argument("--graph-tokens", type=usage.whole(0), default=4096, help="longest TorchKernel call to capture")
     parser.add_argument("--out", type=Path, default=Path("bench-kernels"), help="folder for JSON, Markdown and plots")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: lay out these results again")
+    parser.add_argument(
+        "--render", type=usage.file, metavar="JSON", help="measure nothing: lay out these results again"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,11 +89,26 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every contender that ran was right, 1 otherwise.
+
+    Raises:
+        UsageError: heads that no layer has, or a file to lay out that holds no results.
     """
-    results = Bench(args).run() if args.render is None else json.loads(args.render.read_text())
+    for H, HV in args.heads or ():
+        if HV % H:
+            raise usage.UsageError(f"--heads needs HV a multiple of H, got {H}/{HV}")
+    results = Bench(args).run() if args.render is None else _results(args.render)
     kernels_report.show(results)
     kernels_report.write(results, args.out)
     return 0 if all(_right(row) for row in results["gate"]) else 1
+
+
+def _results(path: Path) -> dict[str, Any]:
+    try:
+        results = json.loads(path.read_text())
+        results["gate"], results["machine"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise usage.UsageError(f"--render needs the JSON of an earlier run, got {path}: {error!r}") from error
+    return dict(results)
 
 
 def _right(row: dict[str, Any]) -> bool:

@@ -52,7 +52,8 @@ def save(results: Results, folder: Path) -> Path:
 def write(results: Results, folder: Path) -> None:
     """Write JSON, Markdown and, where matplotlib is installed, plots."""
     save(results, folder)
-    (folder / "kernels.md").write_text(markdown(results) + "\n")
+    title = f"# Kernels on {results['machine']['device']}"
+    (folder / "kernels.md").write_text(f"{title}\n\n{markdown(results)}\n")
     try:
         import matplotlib
     except ImportError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qwenlinear import usage
 from qwenlinear.bench import machine
 from qwenlinear.bench.timing import Timing, interleave
 from qwenlinear.hf import inject
@@ -61,18 +63,28 @@ _PARTS = ("train", "prefill", "decode")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="of which every fourth is attention (default 12)")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a packed training batch (default 32768)")
-    parser.add_argument("--documents", type=int, default=8, help="of equal length in it (default 8)")
-    parser.add_argument("--prompt", type=int, default=32768, help="tokens of the prefill (default 32768)")
-    parser.add_argument("--rows", type=int, default=8, help="sequences of the decode (default 8)")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of one measurement (default 16)")
-    parser.add_argument("--kernels", nargs="*", default=["fla", "flashqla"], help="to inject (default: fla flashqla)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usage.device, default=default, help="default here: %(default)s")
+    parser.add_argument(
+        "--dtype", type=usage.dtype(), default="bfloat16", help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=usage.whole(1), default=12, help="of which every fourth is attention (default 12)"
+    )
+    parser.add_argument(
+        "--tokens", type=usage.whole(1), default=32768, help="of a packed training batch (default 32768)"
+    )
+    parser.add_argument("--documents", type=usage.whole(1), default=8, help="of equal length in it (default 8)")
+    parser.add_argument("--prompt", type=usage.whole(1), default=32768, help="tokens of the prefill (default 32768)")
+    parser.add_argument("--rows", type=usage.whole(1), default=8, help="sequences of the decode (default 8)")
+    parser.add_argument("--steps", type=usage.whole(1), default=16, help="decode steps of one measurement (default 16)")
+    kernels = "to inject (default: fla flashqla)"
+    parser.add_argument("--kernels", type=usage.kernel(), nargs="*", default=["fla", "flashqla"], help=kernels)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of turns (default 7)")
-    parser.add_argument("--part-seconds", type=float, default=90.0, help="time for the rounds of one part (default 90)")
+    parser.add_argument("--rounds", type=usage.whole(1), default=7, help="rounds of turns (default 7)")
+    parser.add_argument(
+        "--part-seconds", type=usage.positive, default=90.0, help="time for the rounds of one part (default 90)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
     parser.add_argument("--out", type=Path, default=Path("bench-model"), help="folder for JSON and Markdown")
 
@@ -85,16 +97,22 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when the losses of all sides that ran agree, 1 otherwise.
+
+    Raises:
+        UsageError: documents of unequal length, or Transformers is missing.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise usage.UsageError("Transformers is needed: pip install 'qwenlinear[hf]'")
     if args.tokens % args.documents:
-        raise ValueError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
+        raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
     for part in args.parts:
         bench.part(part)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "model.json").write_text(json.dumps(bench.results, indent=1) + "\n")
     text = markdown(bench.results)
-    (args.out / "model.md").write_text(text + "\n")
+    title = f"# A whole model on {bench.results['machine']['device']}"
+    (args.out / "model.md").write_text(f"{title}\n\n{text}\n")
     print(text)
     return 0 if bench.results["losses_agree"] else 1
 
