@@ -119,8 +119,8 @@ class Bench:
             row: dict[str, Any] = {"contender": one.name, "passed": False}
             try:
                 self.layers[one.name] = [one.build(self.setup) for _ in range(self.args.layers)]
-            except Exception as error:
-                row["reason"] = f"{type(error).__name__}: {error}"
+            except Exception as missing:
+                row["reason"] = f"{type(missing).__name__}: {missing}"
                 self.results["gate"].append(row)
                 continue
             try:
@@ -195,9 +195,8 @@ class Bench:
         else:
             row["error"] = timing.error
         self.results["times"].append(row)
-        say(
-            f"batch {batch} {contender} {how}: {row.get('us', row.get('error'))!s:.90} us, {row.get('over_floor', 0):.2f} of the floor"
-        )
+        shown = f"{row['us']:.1f} us, {row['over_floor']:.2f} of the floor" if "us" in row else f"{row['error']!s:.90}"
+        say(f"batch {batch} {contender} {how}: {shown}")
 
     def _why_not(self, one: Decoder) -> str | None:
         row = next(row for row in self.results["gate"] if row["contender"] == one.name)

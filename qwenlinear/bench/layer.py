@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,11 @@ class Bench:
     def cases(self) -> list[Case]:
         """Every shape, dense ones first."""
         shapes: list[tuple[int, int]] = [(1, T) for T in self.args.tokens] + list(self.args.packed)
-        return [Case(N, T, *self.args.heads, self.args.head_dim, self.args.head_dim) for N, T in shapes]
+        return [self._case(N, T) for N, T in shapes]
+
+    def _case(self, documents: int, length: int) -> Case:
+        H, HV = self.args.heads
+        return Case(documents, length, H, HV, self.args.head_dim, self.args.head_dim)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class Bench:
             for train in (False, True):
                 if self.session.late(f"flat T={T}, {_mode(train)}"):
                     return
-                case = Case(1, T, *self.args.heads, self.args.head_dim, self.args.head_dim)
+                case = self._case(1, T)
                 calls, reasons = self._calls(case, train, ours)
                 timings = self._interleaved(calls)
                 for one in ours:
@@ -311,7 +315,7 @@ class Bench:
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def _calls(self, case: Case, train: bool, who: list[LayerContender]) -> tuple[dict[str, Call], dict[str, str]]:
+    def _calls(self, case: Case, train: bool, who: Sequence[LayerContender]) -> tuple[dict[str, Call], dict[str, str]]:
         """A call each, and why some have none."""
         x, packed = layer_gate.draw(self.setup, case.tokens), case.packed
         if packed is not None:

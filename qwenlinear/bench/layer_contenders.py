@@ -128,13 +128,16 @@ class Ours(LayerContender):
 
     def why_not(self, layer: nn.Module, x: Tensor, packed: PackedSequences | None) -> str | None:
         c, (B, T, _) = cast(Qwen3_5GatedDeltaNet, layer).config, x.shape
-        grad = {"device": x.device, "dtype": x.dtype, "requires_grad": torch.is_grad_enabled() and x.requires_grad}
-        q = torch.empty(B, T, c.linear_num_key_heads, c.linear_key_head_dim, **grad)
-        v = torch.empty(B, T, c.linear_num_value_heads, c.linear_value_head_dim, **grad)
-        g = torch.empty(
-            B, T, c.linear_num_value_heads, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32)
-        )
-        refusals = self._kernel.refusals(q, q, v, g, g.to(x.dtype), use_qk_l2norm_in_kernel=True, cu_seqlens=packed)
+        trains = torch.is_grad_enabled() and x.requires_grad
+
+        def empty(*heads: int, dtype: torch.dtype = x.dtype) -> Tensor:
+            return torch.empty(B, T, *heads, device=x.device, dtype=dtype, requires_grad=trains)
+
+        q = empty(c.linear_num_key_heads, c.linear_key_head_dim)
+        v = empty(c.linear_num_value_heads, c.linear_value_head_dim)
+        beta = empty(c.linear_num_value_heads)
+        g = empty(c.linear_num_value_heads, dtype=torch.promote_types(x.dtype, torch.float32))
+        refusals = self._kernel.refusals(q, q, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=packed)
         return "; ".join(map(str, refusals)) or None
 
     def describe(self, layer: nn.Module, x: Tensor, packed: PackedSequences | None) -> str:

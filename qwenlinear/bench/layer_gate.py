@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -158,9 +158,3 @@ def _plain(setup: Setup, w: Named, x: Tensor) -> Tensor:
     o = token_by_token(q, k, v, g, b.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
     normed = o / (o.square().mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * w["norm.weight"]
     return F.linear((normed * F.silu(z.unflatten(-1, (values, -1)))).flatten(2), w["out_proj.weight"])
-
-
-def row_of(rows: list[dict[str, Any]], contender: str, hidden: int, heads: str) -> dict[str, Any] | None:
-    """A contender's row of the gate for a size."""
-    found = (r for r in rows if (r["contender"], r["hidden"], r["heads"]) == (contender, hidden, heads))
-    return cast("dict[str, Any] | None", next(found, None))

@@ -145,7 +145,8 @@ def _gradients(kind: str, rows: list[dict[str, Any]], results: Results) -> Table
             worse = (twin, of) in errors and errors[name, of] > 1.05 * errors[twin or "", of]
             cells.append(f"**{text}**" if worse else text)
         body.append(cells)
-    title = f"Relative error against float64, {kind}, {rows[0]['tokens']} tokens, {rows[0]['draws']} draws (bold: over 1.05 x the composition's)"
+    how = f"{rows[0]['tokens']} tokens, {rows[0]['draws']} draws"
+    title = f"Relative error against float64, {kind}, {how} (bold: over 1.05 x the composition's)"
     return title, ["", *names], body
 
 
