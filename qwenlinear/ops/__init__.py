@@ -1,0 +1,5 @@
+"""Operators around the recurrence, each in Triton with a PyTorch twin; importing this loads no Triton."""
+
+from qwenlinear.ops.available import why_not_fused
+
+__all__ = ["why_not_fused"]
