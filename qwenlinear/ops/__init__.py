@@ -1,5 +1,6 @@
 """Operators around the recurrence, each in Triton with a PyTorch twin; importing this loads no Triton."""
 
+from qwenlinear.ops._stub import decode_prologue, epilogue, prologue
 from qwenlinear.ops.available import why_not_fused
 
-__all__ = ["why_not_fused"]
+__all__ = ["decode_prologue", "epilogue", "prologue", "why_not_fused"]
