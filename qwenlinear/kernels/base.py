@@ -344,11 +344,17 @@ class GatedDeltaKernel(ABC):
 
     def _all_refusals(self, inputs: DeltaRuleInputs, form: Form) -> tuple[Refusal, ...]:
         refusals = (
-            *self.unavailable(inputs.q.device),
+            *self._asked_machine(inputs.q.device),
             *self.capabilities.refusals(inputs, form),
             *self._refusals(inputs, form),
         )
-        return refusals or tuple(self._load())
+        return refusals or self._asked_load()
+
+    def _asked_machine(self, device: torch.device) -> tuple[Refusal, ...]:
+        return self.unavailable(device)
+
+    def _asked_load(self) -> tuple[Refusal, ...]:
+        return tuple(self._load())
 
     def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
         refusals = self._all_refusals(inputs, form)
@@ -366,6 +372,10 @@ def _run_eagerly(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, form: Form) 
 # What torch.compiler.disable sets on its function; as a decorator it would import the compiler with this module.
 _run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 _run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_safe"  # type: ignore[attr-defined]
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: versions and imports are no part of a graph.
+GatedDeltaKernel._asked_machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
+GatedDeltaKernel._asked_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:

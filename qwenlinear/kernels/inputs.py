@@ -233,7 +233,8 @@ def _check_in_place(inputs: DeltaRuleInputs) -> None:
             "state_in_place needs an initial_state with memory of its own for each element, got an expanded one "
             f"(strides {list(state.stride())}): clone() it"
         )
-    if state.is_inference() and not torch.is_inference_mode_enabled():
+    # A graph that is being captured cannot ask; there PyTorch itself refuses to write to such a tensor.
+    if not torch.compiler.is_compiling() and state.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             "state_in_place needs inference mode around a call whose initial_state was made in inference mode, got "
             "none: use torch.inference_mode(), or clone() the state"
