@@ -1,5 +1,6 @@
-"""Fused operators around the recurrence, each with a PyTorch twin; imports without Triton."""
+"""Operators around the recurrence, each in Triton with a PyTorch twin; importing this loads no Triton."""
 
+from qwenlinear.ops.available import why_not_fused
 from qwenlinear.ops.epilogue import epilogue
 
-__all__ = ["epilogue"]
+__all__ = ["epilogue", "why_not_fused"]
