@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import check_input
-from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig, read_field
+from qwenlinear.layers.config import GatedDeltaNetConfig, read_field
 from qwenlinear.layers.gated_delta_net import Qwen3_5GatedDeltaNet
 from qwenlinear.layers.gated_norm import ZeroCenteredRMSNorm
 from qwenlinear.layers.padding import real_tokens
+from qwenlinear.ops.activations import ACTIVATIONS
 
 
 class GatedDeltaNetBlock(nn.Module):
