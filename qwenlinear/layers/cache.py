@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -106,6 +106,17 @@ class GatedDeltaNetCache:
         self._torn = True
         yield
         self._torn = False
+
+    def take_back(self, held: Mapping[str, object]) -> None:
+        """Undo a layer's call, for a module around the layer that fails after it.
+
+        Args:
+            held: ``dict(vars(cache))`` from before the call. States that the call wrote in place are lost, and refused later.
+        """
+        if held["conv_state"] is not None and held["conv_state"] is self.conv_state:
+            self._torn = True
+        else:
+            vars(self).update(held)
 
     def check_whole(self) -> None:
         """Refuse states that a failed call had begun to write.

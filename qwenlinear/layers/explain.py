@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, state_dtype
-from qwenlinear.layers.gated_norm import GatedRMSNorm
+from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.mixing import steps, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import why_not_joined, why_separate
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from qwenlinear.layers.gated_delta_net import GatedDeltaNet
 
 
-def describe(layer: GatedDeltaNet) -> str:
+def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     """What surrounds the kernel of a layer where it is, whatever the call: for its `repr`.
 
     Args:
-        layer: on any device.
+        layer: one of this package, or an injected Transformers layer.
+        config: its sizes.
 
     Returns:
         One line.
     """
-    weight = layer.norm.weight
+    weight = getattr(layer.norm, "weight", layer.A_log)  # a norm may have been replaced
     device, dtype = weight.device, weight.dtype
-    separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, layer.config, dtype, device)
-    projections = "projections=one product" if separate is None else f"projections=separate: {separate}"
-    return f"{projections}, prologue={_prologue(layer, device, dtype)}, epilogue={_epilogue(layer, device, dtype)}"
+    separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
+    projections = "one product" if separate is None else f"separate products ({separate})"
+    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, device, dtype)
+    return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
 
 
 def explain_layer(
@@ -66,14 +68,14 @@ def explain_layer(
         for sizes in ((H, K), (H, K), (HV, V), (HV,))
     )
     g = beta.to(state_dtype(dtype))
-    kernel = layer.kernel.explain(
-        q, k, v, g, beta, None, call.recurrent_state, cache is not None, not fused, cu_seqlens=call.packed
-    )
+    in_place = cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None
+    given = (q, k, v, g, beta, None, call.recurrent_state, cache is not None, not fused)
+    kernel = layer.kernel.explain(*given, cu_seqlens=call.packed, state_in_place=in_place)
     return "\n".join(
         [
             f"{type(layer).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
             f"  projections: {_projections(layer, hidden_states, call, cache)}",
-            f"  prologue: {_prologue(layer, device, dtype)}",
+            f"  prologue: {_prologue(layer, c, device, dtype)}",
             f"  epilogue: {_epilogue(layer, device, dtype)}",
             f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
             f"  form: {_form(layer, hidden_states, call, cache, (q, k, v, g, beta))}",
@@ -91,18 +93,16 @@ def _projections(
     return "one product of all weights, joined for it" if reason is None else f"separate products: {reason}"
 
 
-def _prologue(layer: GatedDeltaNet, device: torch.device, dtype: torch.dtype) -> str:
-    if (reason := why_not_plain(layer.conv1d, ShortConvolution)) is not None:
-        return f"PyTorch: conv1d {reason}"
-    reason = why_not_fused_prologue(layer.config, device, dtype)
-    return "fused" if reason is None else f"PyTorch: {reason}"
+def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
+    reason = why_not_fused_prologue(config, device, dtype)
+    if isinstance(layer.conv1d, ShortConvolution) and (more := why_not_plain(layer.conv1d, ShortConvolution)) is not None:
+        reason = f"conv1d {more}"
+    return "fused" if reason is None else f"PyTorch ({reason})"
 
 
-def _epilogue(layer: GatedDeltaNet, device: torch.device, dtype: torch.dtype) -> str:
-    if type(layer.norm) is not GatedRMSNorm:
-        return f"a {type(layer.norm).__name__}"
+def _epilogue(layer: Any, device: torch.device, dtype: torch.dtype) -> str:
     reason = why_not_fused(device, dtype)
-    return "fused" if reason is None else f"PyTorch: {reason}"
+    return "fused" if reason is None else f"PyTorch ({reason})"
 
 
 def _form(

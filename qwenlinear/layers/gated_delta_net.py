@@ -19,7 +19,6 @@ from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, check_input, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.explain import describe, explain_layer
-from qwenlinear.layers.gate import log_decay
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import (
     KernelArguments,
@@ -33,6 +32,7 @@ from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import Projected, project, project_token
 from qwenlinear.layers.short_conv import ShortConvolution
 from qwenlinear.ops import epilogue
+from qwenlinear.ops.gate import log_decay
 
 
 class GatedDeltaNet(nn.Module, ABC):
@@ -107,7 +107,8 @@ class GatedDeltaNet(nn.Module, ABC):
             cu_seqlens: ``[N+1]`` int32 or int64 boundaries of packed documents, or a :class:`PackedSequences` (B must
                 be 1); default None. A tensor on a GPU costs one synchronisation a call.
             cache: goes on from its states and leaves the new ones there; default None for sequences that start and end
-                here. One token without gradients runs the kernel's recurrent form where it declares one.
+                here. One token without gradients runs the kernel's recurrent form where it declares one, and writes the
+                states in place (:class:`GatedDeltaNetCache`).
             attention_mask: ``[B, T or longer]`` any dtype, nonzero for real tokens, the last T columns count; default
                 None. Padding may lie at the left, the right, or fill a row, not between real tokens (checked on the CPU);
                 its output is zero. Not with ``cu_seqlens``.
@@ -117,7 +118,8 @@ class GatedDeltaNet(nn.Module, ABC):
 
         Raises:
             ValueError: an argument that does not fit; ``attention_mask`` together with ``cu_seqlens``.
-            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged, or refuses further calls
+                where its states were being written in place.
         """
         call = self._prepare(hidden_states, cu_seqlens, cache, attention_mask)
         if cache is not None and self._why_not_in_place(hidden_states, call, cache) is None:
@@ -231,7 +233,7 @@ class GatedDeltaNet(nn.Module, ABC):
         c = self.config
         heads = f"heads={c.linear_num_key_heads}/{c.linear_num_value_heads}"
         sizes = f"{c.linear_key_head_dim}/{c.linear_value_head_dim}"
-        return f"hidden_size={c.hidden_size}, {heads} x {sizes}, kernel={self.kernel!r}\n{describe(self)}"
+        return f"hidden_size={c.hidden_size}, {heads} x {sizes}, kernel={self.kernel!r}\n{describe(self, c)}"
 
     def _prepare(
         self,

@@ -7,22 +7,18 @@ piece shorter than W-1, an empty document and a sequence that goes on from a cac
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwenlinear.kernels import PackedSequences
-from qwenlinear.layers.fused import fla_module, why_not_fla
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.convolution import final_state, short_convolution
-
-_FLA_CHUNK = 64  # the tokens a program of FLA's convolution takes; its chunk indices count in them
 
 
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution without bias, then an activation; ``weight`` is ``nn.Conv1d``'s ``[C, 1, W]``.
 
-    On a GPU flash-linear-attention's kernel runs where it is installed (activation None or silu), otherwise PyTorch
-    with the same results: both accumulate in float32 at least and round once. `repr` says which.
+    In PyTorch, accumulating in float32 at least and rounding once. A layer reads the weight and runs :mod:`qwenlinear.ops`,
+    where the convolution is a part of the fused prologue; called by itself, or in a layer with hooks laid on it, it runs here.
 
     Args:
         channels: C.
@@ -85,19 +81,11 @@ class ShortConvolution(nn.Module):
         self._check(x, initial_state, cu_seqlens, lengths)
         packed = cu_seqlens if cu_seqlens is not None and cu_seqlens.num_sequences > 1 else None  # one is dense
         state = None if initial_state is None else initial_state.to(x.dtype)
-        y = causal_convolution(x, self.weight, self.activation, state, packed)
+        y = short_convolution(x, self.weight, self.activation, state, packed)
         return y, final_state(x, self.width, state, packed, lengths) if output_final_state else None
 
     def extra_repr(self) -> str:
-        where = self.implementation(self.weight.device, self.weight.dtype)
-        return f"{self.channels}, width={self.width}, activation={self.activation}, {where}"
-
-    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What runs on such tensors, in words."""
-        reason = why_not_fla(device, dtype)
-        if reason is None and self.activation not in _FLA_ACTIVATIONS:
-            reason = f"activation {self.activation}"
-        return "runs on flash-linear-attention" if reason is None else f"runs on PyTorch: {reason}"
+        return f"{self.channels}, width={self.width}, activation={self.activation}"
 
     def _check(self, x: Tensor, state: Tensor | None, packed: PackedSequences | None, lengths: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.channels:
@@ -118,56 +106,3 @@ class ShortConvolution(nn.Module):
         wanted = (x.shape[0] if packed is None else packed.num_sequences, self.channels, self.width - 1)
         if state is not None and tuple(state.shape) != wanted:
             raise ValueError(f"initial_state needs shape {list(wanted)} ([N, C, W-1]), got {list(state.shape)}")
-
-
-_FLA_ACTIVATIONS = (None, "silu", "swish")
-
-
-def causal_convolution(
-    x: Tensor,
-    weight: Tensor,
-    activation: str | None = "silu",
-    initial_state: Tensor | None = None,
-    packed: PackedSequences | None = None,
-) -> Tensor:
-    """The convolution on what this machine has: flash-linear-attention's kernel, or PyTorch with the same results.
-
-    Args:
-        x: ``[B, T, C]`` any floating dtype.
-        weight: ``[C, 1, W]``.
-        activation: a key of ``ACTIVATIONS``, or None.
-        initial_state: ``[N, C, W-1]`` in x's dtype, or None for zeros.
-        packed: boundaries of packed documents, or None for dense rows.
-
-    Returns:
-        ``[B, T, C]`` in x's dtype, accumulated in float32 at least.
-    """
-    fla = fla_module(x, "causal_conv1d") if activation in _FLA_ACTIVATIONS else None
-    if fla is None:
-        return short_convolution(x, weight, activation, initial_state, packed)
-    boundaries = {}
-    if packed is not None:
-        boundaries = {
-            "cu_seqlens": packed._boundaries(x.device),
-            "cu_seqlens_cpu": packed._boundaries(torch.device("cpu")),
-            "chunk_indices": packed.derive(("short_conv.fla_chunks", x.device), lambda: _fla_chunks(packed, x.device)),
-        }
-    y, _ = fla.causal_conv1d(
-        x,
-        weight.squeeze(1),
-        # FLA keeps W columns and never reads the first
-        initial_state=None if initial_state is None else F.pad(initial_state, (1, 0)),
-        output_final_state=False,
-        activation=activation,
-        **boundaries,
-    )
-    return y  # type: ignore[no-any-return]
-
-
-def _fla_chunks(packed: PackedSequences, device: torch.device) -> Tensor:
-    """``[chunks, 2]`` (document, chunk within it): FLA's ``prepare_chunk_indices`` without its synchronisation."""
-    counts = (packed._boundaries(device).diff() + _FLA_CHUNK - 1) // _FLA_CHUNK
-    total = sum(-(-length // _FLA_CHUNK) for length in packed.lengths)
-    document = torch.repeat_interleave(torch.arange(packed.num_sequences, device=device), counts, output_size=total)
-    place = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[document]
-    return torch.stack([document, place], 1).to(torch.int32)
