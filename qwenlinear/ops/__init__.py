@@ -1,5 +1,6 @@
 """Operators around the recurrence, each in Triton with a PyTorch twin; importing this loads no Triton."""
 
 from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.prologue import prologue
 
-__all__ = ["why_not_fused"]
+__all__ = ["prologue", "why_not_fused"]
