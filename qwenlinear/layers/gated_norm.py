@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwenlinear.layers.fused import fla_module, why_not_fla
-from qwenlinear.ops.epilogue import gated_rms_norm
 
 
 class GatedRMSNorm(nn.Module):
@@ -75,6 +74,24 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(x, gate, weight, eps)
     y: Tensor = fla.rms_norm_gated(x, gate, weight, None, activation="swish", eps=eps)
     return y
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The gated norm in PyTorch, rounding where Transformers rounds.
+
+    Args:
+        x: ``[..., V]``.
+        gate: ``[..., V]``.
+        weight: ``[V]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., V]`` in x's dtype.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = x.to(wide)
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(x.dtype) * F.silu(gate.to(wide))).to(x.dtype)
 
 
 class ZeroCenteredRMSNorm(nn.Module):
