@@ -1,7 +1,7 @@
 """Operators around the recurrence, each in Triton with a PyTorch twin; importing this loads no Triton."""
 
-from qwenlinear.ops._stub import decode_prologue
 from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.decode import decode_prologue
 from qwenlinear.ops.epilogue import epilogue
 from qwenlinear.ops.prologue import prologue
 

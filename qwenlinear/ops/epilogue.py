@@ -43,7 +43,7 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(
             f"weight needs shape {list(o.shape[-1:])} on {o.device}, got {list(weight.shape)} on {weight.device}"
         )
-    if why_not_fused(o.device, o.dtype) is None:
+    if why_not_fused(o.device, o.dtype, head_dims=(o.shape[-1],)) is None:
         return gated_rms_norm_op(o, z, weight, eps)
     return gated_rms_norm(o, z, weight, eps)
 
