@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from qwenlinear.kernels import PackedSequences
 from qwenlinear.layers import ShortConvolution
-from qwenlinear.layers.config import ACTIVATIONS
+from qwenlinear.ops.activations import ACTIVATIONS
 
 
 def reference(x, weight, activation, state):
