@@ -218,7 +218,8 @@ class Bench:
             if out is not None:
                 out[:] = [y]
 
-        self.results["explain"].setdefault(one.name, one.describe(layers[0], x))
+        if one.name not in self.results["explain"]:
+            self.results["explain"][one.name] = one.describe(layers[0], x)
         return call
 
     def _graph(self, one: Decoder, x: Tensor, facts: dict[str, Any]) -> Call:

@@ -188,6 +188,7 @@ class Bench:
 
     def gate(self) -> None:
         """Build everybody; who is right may be timed."""
+        known: dict[str, layer_gate.Named] = {}
         for one in self.contenders:
             try:
                 self.layers[one.name] = one.build(self.setup)
@@ -195,7 +196,7 @@ class Bench:
                 self.missing[one.name] = f"{type(error).__name__}: {error}"
                 say(f"gate {one.name}: {self.missing[one.name]:.150}")
                 continue
-            row = layer_gate.check(one, self.layers[one.name], self.setup)
+            row = layer_gate.check(one, self.layers[one.name], self.setup, known)
             self.results["gate"].append(row)
             say(f"gate {one.name}: {row['dense']!s:.100} | {row['packed']!s:.100} of what is allowed")
 
