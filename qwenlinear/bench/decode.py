@@ -137,8 +137,7 @@ class Bench:
         layer = self.layers[one.name][0]
         state = one.start(layer, x[:, :_PREFILL])
         found = torch.cat([one.step(layer, x[:, t : t + 1], state) for t in range(_PREFILL, x.shape[1])], 1)
-        error = float((found.double() - wanted).norm() / wanted.norm())
-        return error if error == error else float("inf")
+        return _relative(found, wanted)
 
     def times(self, batch: int) -> None:
         """Everybody's step, eager and captured, and the copy that the floor is reckoned from, in turns."""
@@ -223,11 +222,49 @@ class Bench:
         return call
 
     def _graph(self, one: Decoder, x: Tensor, facts: dict[str, Any]) -> Call:
-        """The captured step, and whether a replay goes on from the state that the last one left."""
+        """The captured step, held against the eager one; whether a replay goes on from the state that the last one left."""
         out: list[Tensor] = []
-        replay = captured(self._call(one, x, out))
+        step, calls = self._call(one, x, out), 0
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            step()
+
+        replay = captured(counted)
+        wanted: list[Tensor] = []
+        facts.update(self.replayed(replay, out, self._call(one, x, wanted), wanted, calls - 1))
+        return replay
+
+    def replayed(self, replay: Call, out: list[Tensor], eager: Call, wanted: list[Tensor], done: int) -> dict[str, Any]:
+        """Compare a replay with the eager step.
+
+        Args:
+            replay: replays the step into ``out``.
+            out: the replay's answer.
+            eager: the step from the start, into ``wanted``.
+            wanted: the eager answer.
+            done: steps that were already taken before the first replay.
+
+        Returns:
+            ``replay_error``, and ``goes_on``: whether a second replay is the step after the first.
+
+        Raises:
+            RuntimeError: another answer than the eager step's.
+        """
+        values, _ = layer_gate.LIMITS[self.setup.dtype]
+        for _ in range(done + 1):
+            eager()
         replay()
         first = out[0].clone()
+        if (error := _relative(first, wanted[0])) > values:
+            raise RuntimeError(f"wrong in a CUDA graph: a replay is {error:.3g} away from the eager step")
+        eager()
         replay()
-        facts["goes_on"] = not torch.equal(first, out[0])
-        return replay
+        moved = _relative(out[0], wanted[0]) <= min(values, 0.5 * _relative(first, wanted[0]))
+        return {"replay_error": error, "goes_on": moved}
+
+
+def _relative(x: Tensor, right: Tensor) -> float:
+    error = float((x.double() - right.double()).norm() / right.double().norm())
+    return error if error == error else float("inf")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qwenlinear.bench import layer_gate, layer_report, ops
 from qwenlinear.bench.cases import Case, parse_heads, parse_packed
 from qwenlinear.bench.floor import FORMULAS, Sizes, copying, kernel_alone, products
-from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Ours, Setup, contenders
+from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours, Setup, contenders
 from qwenlinear.bench.peak import peak_bytes
 from qwenlinear.bench.session import Session, say
 from qwenlinear.bench.timing import Call, Timing, interleave
@@ -188,7 +188,7 @@ class Bench:
 
     def gate(self) -> None:
         """Build everybody; who is right may be timed."""
-        known: dict[str, layer_gate.Named] = {}
+        known: dict[str, Named] = {}
         for one in self.contenders:
             try:
                 self.layers[one.name] = one.build(self.setup)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qwenlinear import GatedDeltaNetConfig, PackedSequences, TorchKernel, cli
-from qwenlinear.bench import decode_report, layer, layer_gate, layer_report, ops
+from qwenlinear.bench import decode, decode_report, layer, layer_gate, layer_report, ops
 from qwenlinear.bench.cases import Case
 from qwenlinear.bench.composition import parts_of
 from qwenlinear.bench.decode_contenders import decoders
@@ -321,6 +321,25 @@ def test_transformers_decodes_beside_ours() -> None:
             state = one.start(module, x[:, :4])
             answers.append(torch.cat([one.step(module, x[:, t : t + 1], state) for t in (4, 5)], 1))
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+
+
+def test_a_replay_is_held_against_the_eager_step() -> None:
+    bench = decode.Bench.__new__(decode.Bench)
+    bench.setup = _setup()
+    answers = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+
+    def steps(start: int, out: list, moves: bool = True):
+        at = iter(range(start, 8) if moves else [start] * 8)
+        return lambda: out.__setitem__(slice(None), [answers[next(at)]])
+
+    def replayed(start: int, moves: bool) -> dict:
+        out, wanted = [], []
+        return bench.replayed(steps(start, out, moves), out, steps(0, wanted), wanted, done=3)
+
+    assert replayed(3, moves=True) == {"replay_error": 0.0, "goes_on": True}
+    assert replayed(3, moves=False) == {"replay_error": 0.0, "goes_on": False}
+    with pytest.raises(RuntimeError, match="wrong in a CUDA graph"):
+        replayed(2, moves=True)
 
 
 def test_a_stale_graph_is_marked() -> None:
