@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -215,7 +214,6 @@ class _Rows:
         return self.groups * sum(size for _, size in self.parts)
 
 
-@lru_cache(maxsize=64)
 def _rows(config: GatedDeltaNetConfig, names: tuple[str, ...]) -> tuple[_Rows, ...]:
     """Each module's rows, in the order of the names."""
     H, HV, K, V = (

@@ -50,10 +50,7 @@ def why_not_fused(
     reason = why_not_these_sizes(activation, width, head_dims)
     if reason is not None:
         return reason
-    capability = probe(device).capability
-    if capability is not None and capability < _MINIMUM_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return _why_no_triton()
+    return _why_not_here(device)
 
 
 def why_not_these_sizes(activation: str | None, width: int, head_dims: tuple[int, ...]) -> str | None:
@@ -75,6 +72,18 @@ def why_not_these_sizes(activation: str | None, width: int, head_dims: tuple[int
         if not 1 <= size <= MAX_HEAD_DIM or size & (size - 1):
             return f"heads of {size}, not a power of two up to {MAX_HEAD_DIM}"
     return None
+
+
+def _why_not_here(device: torch.device) -> str | None:
+    """What the machine has against it."""
+    capability = probe(device).capability
+    if capability is not None and capability < _MINIMUM_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return _why_no_triton()
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: what is installed is no part of a graph.
+_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)

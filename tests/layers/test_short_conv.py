@@ -184,7 +184,7 @@ def test_bad_arguments() -> None:
 def test_names_and_repr() -> None:
     conv = ShortConvolution(6, 4)
     assert {name: tuple(p.shape) for name, p in conv.named_parameters()} == {"weight": (6, 1, 4)}
-    assert repr(conv) == "ShortConvolution(6, width=4, activation=silu, runs on PyTorch: tensors on cpu)"
+    assert repr(conv) == "ShortConvolution(6, width=4, activation=silu)"
 
 
 def test_bad_arguments_are_named() -> None:
