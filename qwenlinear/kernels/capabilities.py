@@ -28,6 +28,8 @@ class KernelCapabilities:
         state_backward: gradients reach ``initial_state`` and come from the final state, in the forms that have gradients.
         initial_state: an initial state is taken.
         final_state: the final state is returned when asked for.
+        state_in_place: ``_step`` writes the final state into ``initial_state`` and returns that very tensor where
+            ``inputs.state_in_place`` asks for it; otherwise lowered by copying.
         packed: ``cu_seqlens`` is understood.
         dense: input without ``cu_seqlens`` runs as it is (default); otherwise lowered by packing the rows of the batch.
         key_head_sizes: sizes K that run; None means any.
@@ -58,6 +60,7 @@ class KernelCapabilities:
     state_backward: bool = False
     initial_state: bool = False
     final_state: bool = False
+    state_in_place: bool = False
     packed: bool = False
     dense: bool = True
     key_head_sizes: Container[int] | None = None

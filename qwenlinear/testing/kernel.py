@@ -179,6 +179,7 @@ def _cases_of(name: str, declared: list[Case], wider: list[Case]) -> list[Case]:
         "empty_sequences": lambda case: case.lengths is not None and 0 in case.lengths and sum(case.lengths) > 0,
         "deterministic": lambda case: case.check == "repeat",
         "devices": lambda case: True,
+        "state_in_place": lambda case: case.check == "in_place",
     }
     judged = [case for case in wider if case.check not in ("refused", "malformed", "tolerances")]
     if name in lowered:
