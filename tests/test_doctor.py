@@ -48,9 +48,15 @@ def _codes(report, name, use):
         pytest.param(machine(hip="7.0", triton=None, triton_rocm="3.5"), [FLA, FLA, FLA, TRITON], id="ROCm"),
         pytest.param(machine((9, 0), flash_qla=None), [FLA, FLA, FLA, TRITON], id="SM90 without flash-qla"),
         pytest.param(
-            machine((9, 0), flash_qla=None, tilelang=None), [TORCH, FLA, TORCH, TRITON], id="SM90, FLA's backward is wrong"
+            machine((9, 0), flash_qla=None, tilelang=None),
+            [TORCH, FLA, TORCH, TRITON],
+            id="SM90, FLA's backward is wrong",
         ),
-        pytest.param(machine((9, 0), flash_qla=None, fla_core=None), [TORCH, TORCH, TORCH, TRITON], id="SM90 with nothing but Triton"),
+        pytest.param(
+            machine((9, 0), flash_qla=None, fla_core=None),
+            [TORCH, TORCH, TORCH, TRITON],
+            id="SM90 with nothing but Triton",
+        ),
         pytest.param(
             machine((9, 0), flash_qla=None, fla_core=None, triton=None), [TORCH] * 4, id="SM90 without packages"
         ),

@@ -163,7 +163,12 @@ def test_a_candidate_that_does_not_import_is_passed_over(mocker):
 
 def test_the_default_candidates_in_order():
     kernel = AutoKernel()
-    assert [type(candidate) for candidate in kernel.candidates] == [FlashQLAKernel, TritonKernel, FLAKernel, TorchKernel]
+    assert [type(candidate) for candidate in kernel.candidates] == [
+        FlashQLAKernel,
+        TritonKernel,
+        FLAKernel,
+        TorchKernel,
+    ]
     assert repr(kernel) == "AutoKernel([FlashQLAKernel(contiguity='copy'), TritonKernel(), FLAKernel(), TorchKernel()])"
 
 

@@ -100,7 +100,9 @@ def test_explain_names_it_in_the_call_and_only_for_the_recurrent_form():
         ({"state_in_place": 1}, "state_in_place needs True or False, got 1"),
     ],
 )
-@pytest.mark.parametrize("ask", [lambda k: k.step, lambda k: lambda **x: k.refusals(**x, form="step"), lambda k: k.explain])
+@pytest.mark.parametrize(
+    "ask", [lambda k: k.step, lambda k: lambda **x: k.refusals(**x, form="step"), lambda k: k.explain]
+)
 def test_what_it_needs(change, words, ask):
     kernel = InPlace()
     inputs = {**call(), "state_in_place": True, **change}

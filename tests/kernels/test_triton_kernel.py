@@ -131,7 +131,7 @@ def test_the_state_is_handed_over_itself(launched):
 
 
 def test_a_state_that_is_not_wanted_is_not_written(launched):
-    o, final = HostTritonKernel(hardware=machine()).step(**arguments(device="cpu"))
+    _, final = HostTritonKernel(hardware=machine()).step(**arguments(device="cpu"))
     assert final is None
     assert launched[0]["states"] == 0
 
