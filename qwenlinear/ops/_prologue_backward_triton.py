@@ -5,6 +5,9 @@ the last three, which the next tokens complete. It goes on for three tokens behi
 gradient stays in registers until its end; the parts of all chunks are added in a fixed order afterwards.
 """
 
+# mypy: ignore-errors
+# Triton's functions carry no types; what they are called with is typed in _prologue_launch.
+
 from __future__ import annotations
 
 import triton
@@ -16,7 +19,6 @@ from qwenlinear.ops._prologue_triton import (
     _convolve,
     _extent,
     _load_group,
-    _load_positions,
     _load_taps,
     _log_softplus,
     _opening,
@@ -24,6 +26,7 @@ from qwenlinear.ops._prologue_triton import (
     _place,
     _section,
     _sigmoid,
+    _within_one,
 )
 
 
@@ -40,72 +43,58 @@ def _through_norm_and_silu(u, dy, NORM: tl.constexpr):
 
 
 @triton.jit
-def _reaching(du, position, d: tl.constexpr, PACKED: tl.constexpr):
+def _reaching(du, position, d: tl.constexpr, STARTS: tl.constexpr):
     """du as far as the token d before it belongs to the same document."""
-    if PACKED:
+    if STARTS:
         return tl.where(position >= d, du, 0.0)
     return du
 
 
 @triton.jit
-def _step(
-    x0,
-    x1,
-    x2,
-    x3,
-    dy,
-    a1,
-    a2,
-    a3,
-    w0,
-    w1,
-    w2,
-    w3,
-    position,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """One token: du, the finished gradient of the input three before it, and the three unfinished ones."""
-    du = _through_norm_and_silu(_convolve(x0, x1, x2, x3, w0, w1, w2, w3, W), dy, NORM)
-    if W > 3:
-        a3 += w0 * _reaching(du, position, 3, PACKED)
-    if W > 2:
-        a2 += w1 * _reaching(du, position, 2, PACKED)
-    if W > 1:
-        a1 += w2 * _reaching(du, position, 1, PACKED)
-    return du, a3, w3 * du, a1, a2
+def _backward_group(
+    xs, dys, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row: tl.constexpr, token, begin, T,
+    position_ptr, document_ptr, state_ptr, channels, valid,
+    C: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, STARTS: tl.constexpr, HAS_STATE: tl.constexpr,
+    NEEDS_DW: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """U tokens, among which documents may start; a1 is the unfinished gradient of the input one before, and so on."""
+    dx_ptrs += (token - 3).to(tl.int64) * dx_row
+    for i in tl.static_range(U):
+        position = 3
+        if STARTS:
+            position, x1, x2, x3 = _at_start(
+                x1, x2, x3, token + i, T, position_ptr, document_ptr, state_ptr, channels, valid, C, W, HAS_STATE
+            )
+        x0 = xs[i].to(tl.float32)
+        u = _convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+        du = _through_norm_and_silu(u, dys[i].to(tl.float32), NORM)
+        if NEEDS_DW:
+            dw3 += du * x0
+            dw2 += du * x1
+            dw1 += du * x2
+            dw0 += du * x3
+        if W > 3:
+            a3 += w0 * _reaching(du, position, 3, STARTS)
+        if W > 2:
+            a2 += w1 * _reaching(du, position, 2, STARTS)
+        if W > 1:
+            a1 += w2 * _reaching(du, position, 1, STARTS)
+        at = token + i - 3  # complete now
+        mask = valid & (at >= begin) & (at < T)
+        tl.store(dx_ptrs + i * dx_row, a3.to(dx_ptrs.dtype.element_ty), mask=mask)
+        a3, a2, a1 = a2, a1, w3 * du
+        x3, x2, x1 = x2, x1, x0
+    return x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3
 
 
 @triton.jit
 def _convolution_backward(
-    x_ptrs,
-    x_row,
-    dy_ptrs,
-    dy_row,
-    dx_ptrs,
-    dx_row,
-    weight_ptr,
-    dw_ptrs,
-    batch,
-    first,
-    T,
-    L,
-    position_ptr,
-    document_ptr,
-    state_ptr,
-    channels,
-    valid,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    NORM: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    NEEDS_DW: tl.constexpr,
-    U: tl.constexpr,
-):
+    x_ptrs, x_row, dy_ptrs, dy_row: tl.constexpr, dx_ptrs, dx_row: tl.constexpr, weight_ptr, dw_ptrs, batch, first, T, L,
+    position_ptr, document_ptr, state_ptr, channels, valid,
+    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr, NEEDS_DW: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """One program: a chunk of time of R rows of D channels, and three tokens behind it."""
     w0, w1, w2, w3 = _load_taps(weight_ptr, channels, valid, W, R, D)
     x1, x2, x3 = _opening(
         x_ptrs, x_row, batch, first, position_ptr, document_ptr, state_ptr, channels, valid, C, W, PACKED, HAS_STATE
@@ -114,48 +103,43 @@ def _convolution_backward(
     a2, a3 = a1, a1
     dw0, dw1, dw2, dw3 = a1, a1, a1, a1
     for start in range(0, L, U):
-        xs = _load_group(x_ptrs, x_row, first + start, T, valid, U)
-        dys = _load_group(dy_ptrs, dy_row, first + start, T, valid, U)
-        positions = _load_positions(position_ptr, first + start, T, U, PACKED)
-        for i in tl.static_range(U):
-            token = first + start + i
-            if PACKED:
-                x1, x2, x3 = _at_start(
-                    x1, x2, x3, positions[i], token, T, document_ptr, state_ptr, channels, valid, C, W, HAS_STATE
-                )
-            x0 = xs[i].to(tl.float32)
-            du, done, a1, a2, a3 = _step(
-                x0, x1, x2, x3, dys[i].to(tl.float32), a1, a2, a3, w0, w1, w2, w3, positions[i], W, NORM, PACKED
-            )
-            if NEEDS_DW:
-                dw3 += du * x0
-                dw2 += du * x1
-                dw1 += du * x2
-                dw0 += du * x3
-            at = token - 3
-            mask = valid & (start + i >= 3) & (at < T)
-            tl.store(dx_ptrs + at.to(tl.int64) * dx_row, done.to(dx_ptrs.dtype.element_ty), mask=mask)
-            x3, x2, x1 = x2, x1, x0
-    xs = _load_group(x_ptrs, x_row, first + L, T, valid, 3)
-    dys = _load_group(dy_ptrs, dy_row, first + L, T, valid, 3)
-    positions = _load_positions(position_ptr, first + L, T, 3, PACKED)
-    for i in tl.static_range(3):
-        if PACKED:
-            x1, x2, x3 = _at_start(
-                x1, x2, x3, positions[i], first + L + i, T, document_ptr, state_ptr, channels, valid, C, W, HAS_STATE
-            )
-        x0 = xs[i].to(tl.float32)
-        du, done, a1, a2, a3 = _step(
-            x0, x1, x2, x3, dys[i].to(tl.float32), a1, a2, a3, w0, w1, w2, w3, positions[i], W, NORM, PACKED
-        )
-        at = first + L + i - 3
-        tl.store(dx_ptrs + at.to(tl.int64) * dx_row, done.to(dx_ptrs.dtype.element_ty), mask=valid & (at < T))
-        x3, x2, x1 = x2, x1, x0
+        token = first + start
+        xs = _load_group(x_ptrs, x_row, token, T, valid, U)
+        dys = _load_group(dy_ptrs, dy_row, token, T, valid, U)
+        if _within_one(position_ptr, token, T, U, PACKED):
+            x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
+                xs, dys, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token, first, T,
+                position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, False, HAS_STATE, NEEDS_DW, U,
+            )  # fmt: skip
+        else:
+            for i in range(U):
+                x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
+                dy = _load_group(dy_ptrs, dy_row, token + i, T, valid, 1)
+                x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
+                    x0, dy, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token + i, first, T,
+                    position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, True, HAS_STATE, NEEDS_DW, 1,
+                )  # fmt: skip
     if NEEDS_DW:
         tl.store(dw_ptrs, dw0, mask=valid)
         tl.store(dw_ptrs + C, dw1, mask=valid)
         tl.store(dw_ptrs + 2 * C, dw2, mask=valid)
         tl.store(dw_ptrs + 3 * C, dw3, mask=valid)
+    token = first + L
+    if PACKED:
+        for i in range(3):
+            x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
+            dy = _load_group(dy_ptrs, dy_row, token + i, T, valid, 1)
+            x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
+                x0, dy, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token + i, first, T,
+                position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, True, HAS_STATE, False, 1,
+            )  # fmt: skip
+    else:
+        xs = _load_group(x_ptrs, x_row, token, T, valid, 3)
+        dys = _load_group(dy_ptrs, dy_row, token, T, valid, 3)
+        _backward_group(
+            xs, dys, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token, first, T,
+            position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, False, HAS_STATE, False, 3,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -206,7 +190,7 @@ def _gates_backward(
     tl.store(part + HV, tl.sum(da, 0), mask=here)
 
 
-@triton.jit(do_not_specialize=[*INTEGERS, "dx_row", "dgates_row"])
+@triton.jit(do_not_specialize=[*INTEGERS, "dgates_row"])
 def prologue_backward_kernel(
     x_ptr,
     x_batch,
@@ -229,7 +213,6 @@ def prologue_backward_kernel(
     dg_ptr,
     dbeta_ptr,
     dx_ptr,
-    dx_row,
     dgates_ptr,
     dgates_row,
     dw_ptr,
@@ -249,16 +232,15 @@ def prologue_backward_kernel(
     HAS_STATE: tl.constexpr,
     NEEDS_DW: tl.constexpr,
     UNIT: tl.constexpr,
-    DX_UNIT: tl.constexpr,
     BH: tl.constexpr,
     GATE_ROWS: tl.constexpr,
     U: tl.constexpr,
 ):
     C: tl.constexpr = 2 * H * D + CV
+    dx_row: tl.constexpr = C + 2 * HV  # db and da lie behind
     program = tl.program_id(0)
     x_batch = x_batch.to(tl.int64) * UNIT
     x_row = x_row.to(tl.int64) * UNIT
-    dx_row = dx_row.to(tl.int64) * DX_UNIT
     if program < gate_programs:
         _gates_backward(
             program, b_ptr, b_batch, b_row, a_ptr, a_batch, a_row, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr,
@@ -289,7 +271,7 @@ def prologue_backward_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*INTEGERS, "dx_row"])
+@triton.jit(do_not_specialize=INTEGERS)
 def prologue_state_backward_kernel(
     x_ptr,
     x_batch,
@@ -303,10 +285,10 @@ def prologue_state_backward_kernel(
     dv_ptr,
     dfinal_ptr,
     dx_ptr,
-    dx_row,
     dstate_ptr,
     T,
     H: tl.constexpr,
+    HV: tl.constexpr,
     CV: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
@@ -318,17 +300,16 @@ def prologue_state_backward_kernel(
     HAS_DFINAL: tl.constexpr,
     NEEDS_DSTATE: tl.constexpr,
     UNIT: tl.constexpr,
-    DX_UNIT: tl.constexpr,
 ):
     """The states' part, a program a document and block of channels; runs after the others, whose dx it adds to."""
     C: tl.constexpr = 2 * H * D + CV
+    dx_row: tl.constexpr = C + 2 * HV  # db and da lie behind
     blocks: tl.constexpr = 2 * ((H + R - 1) // R) + (CV + R * D - 1) // (R * D)
     document = tl.program_id(0) // blocks
     section, inner, size, offset = _section(tl.program_id(0) % blocks, H, CV, R, D)
     valid = inner < size
     channels = inner + offset
     x_row = x_row.to(tl.int64) * UNIT
-    dx_row = dx_row.to(tl.int64) * DX_UNIT
     begin, row, length, tokens = _extent(
         document, x_batch.to(tl.int64) * UNIT, x_row, bounds_ptr, lengths_ptr, T, PACKED, HAS_LENGTHS
     )
@@ -360,7 +341,7 @@ def prologue_state_backward_kernel(
             du = _through_norm_and_silu(u, dy, NORM)
             if NORM:
                 du = tl.where(section == 2, _through_norm_and_silu(u, dy, False), du)
-            dus = dus + (du,)
+            dus = dus + (du,)  # noqa: RUF005
             x3, x2, x1 = x2, x1, x0
         for column in tl.static_range(W - 1):
             dstate = tl.zeros([R, D], tl.float32)

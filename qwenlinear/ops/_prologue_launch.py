@@ -23,12 +23,14 @@ class Tiles:
         warps: of a program with as many channels; one with fewer has fewer.
         chunk: tokens of a program, at most.
         unroll: tokens loaded ahead; divides every chunk.
+        registers: of a thread, at most; None for what the compiler takes.
     """
 
     channels: int
     warps: int
     chunk: int
     unroll: int
+    registers: int | None = None
 
     def fit(self, B: int, T: int, sizes: Sizes) -> Tiles:
         """Fewer channels where the heads are few, shorter chunks where the tokens are."""
@@ -38,6 +40,10 @@ class Tiles:
         while chunk > 2 * self.unroll and B * -(-T // chunk) * sizes.blocks(rows) < _ENOUGH_PROGRAMS:
             chunk //= 2
         return replace(self, channels=rows * sizes.D, warps=warps, chunk=chunk)
+
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside the arguments."""
+        return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
 _ENOUGH_PROGRAMS = 1024  # to fill the largest of today's GPUs about twice
@@ -98,7 +104,7 @@ class Inputs:
         """Pointers and strides of qkv, b and a, qkv's in units that its rows are aligned to, and that unit."""
         unit = math.gcd(self.qkv.stride(0), self.qkv.stride(1), 16)
         strides = [self.qkv.stride(0) // unit, self.qkv.stride(1) // unit]
-        pointers = [self.qkv, *strides, self.b, *self.b.stride()[:2], self.a, *self.a.stride()[:2]]
+        pointers: list[Tensor | int] = [self.qkv, *strides, self.b, *self.b.stride()[:2], self.a, *self.a.stride()[:2]]
         return pointers, unit
 
 
@@ -147,7 +153,7 @@ def forward(
             q, k, v, g, beta, final, B, T, tiles.chunk, gate_programs, state_programs,
             H=sizes.H, HV=sizes.HV, CV=sizes.CV, W=sizes.W, R=rows, D=sizes.D, NORM=l2norm,
             PACKED=inputs.bounds is not None, HAS_STATE=inputs.initial_state is not None,
-            HAS_LENGTHS=inputs.lengths is not None, UNIT=unit, **gate, U=tiles.unroll, num_warps=tiles.warps,
+            HAS_LENGTHS=inputs.lengths is not None, UNIT=unit, **gate, U=tiles.unroll, **tiles.options(),
         )  # fmt: skip
     return q, k, v, g, beta, final
 
@@ -198,25 +204,24 @@ def backward(
         x.new_empty(0) if inputs.initial_state is None or not needs_dstate else torch.empty_like(inputs.initial_state)
     )
     pointers, unit = inputs.arguments()
-    dx_unit = math.gcd(dx.stride(1), 16)
     dq, dk, dv = (None, None, None) if dy is None else (t.contiguous() for t in dy)
     dg, dbeta = (None, None) if dgates is None else (t.contiguous() for t in dgates)
     constants = {
-        "H": sizes.H, "CV": sizes.CV, "W": sizes.W, "R": rows, "D": sizes.D, "NORM": l2norm, "UNIT": unit, "DX_UNIT": dx_unit,
-        "PACKED": inputs.bounds is not None, "HAS_STATE": inputs.initial_state is not None, "num_warps": tiles.warps,
+        "H": sizes.H, "HV": sizes.HV, "CV": sizes.CV, "W": sizes.W, "R": rows, "D": sizes.D, "NORM": l2norm, "UNIT": unit,
+        "PACKED": inputs.bounds is not None, "HAS_STATE": inputs.initial_state is not None, **tiles.options(),
     }  # fmt: skip
     with on(x.device):
         if programs + gate_programs:
             prologue_backward_kernel[(programs + gate_programs,)](
                 *pointers, inputs.weight, inputs.A_log, inputs.dt_bias, inputs.initial_state,
-                inputs.positions, inputs.documents, dq, dk, dv, dg, dbeta, dx, dx.stride(1) // dx_unit,
+                inputs.positions, inputs.documents, dq, dk, dv, dg, dbeta, dx,
                 dba if apart else dx[..., sizes.C :], (dba if apart else dx).stride(1), dw, dgate,
-                B, T, tiles.chunk, gate_programs, HV=sizes.HV, NEEDS_DW=needs_dweight, **gate, U=tiles.unroll, **constants,
+                B, T, tiles.chunk, gate_programs, NEEDS_DW=needs_dweight, **gate, U=tiles.unroll, **constants,
             )  # fmt: skip
         if programs and sizes.W > 1 and (needs_dstate or dfinal is not None):
             prologue_state_backward_kernel[(inputs.sequences * sizes.blocks(rows),)](
                 *pointers[:3], inputs.weight, inputs.initial_state, inputs.bounds, inputs.lengths, dq, dk, dv,
-                None if dfinal is None else dfinal.contiguous(), dx, dx.stride(1) // dx_unit, dstate, T,
+                None if dfinal is None else dfinal.contiguous(), dx, dstate, T,
                 HAS_LENGTHS=inputs.lengths is not None, HAS_DFINAL=dfinal is not None, NEEDS_DSTATE=needs_dstate, **constants,
             )  # fmt: skip
     dweight = dw.sum(0)[4 - sizes.W :].t().unsqueeze(1).to(inputs.weight.dtype, memory_format=torch.contiguous_format)

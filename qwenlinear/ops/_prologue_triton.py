@@ -8,6 +8,9 @@ the final convolution state are further programs of the same launch.
 Taps are kept in four slots: slot 3 weighs the token itself, slot 3-d the token d before it. Only the last W are used.
 """
 
+# mypy: ignore-errors
+# Triton's functions carry no types; what they are called with is typed in _prologue_launch.
+
 from __future__ import annotations
 
 import triton
@@ -31,7 +34,8 @@ INTEGERS = [
 
 @triton.jit
 def _sigmoid(x):
-    root = tl.rsqrt(1.0 + tl.exp(-x))  # squared: one instruction less than a division, and right at infinity
+    # exp2 and rsqrt are an instruction each, where exp and a division handle subnormal numbers that change nothing here
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
 
@@ -207,41 +211,29 @@ def _extent(document, batch_stride, row, bounds_ptr, lengths_ptr, T, PACKED: tl.
 @triton.jit
 def _load_group(ptrs, row, token, T, valid, U: tl.constexpr):
     """U tokens from ``token`` on, all on their way before the first is used; zeros behind the end."""
+    ptrs += token.to(tl.int64) * row
     group = ()
     for i in tl.static_range(U):
-        at = token + i
-        group = group + (tl.load(ptrs + at.to(tl.int64) * row, mask=valid & (at < T), other=0.0),)
+        group = group + (tl.load(ptrs + i * row, mask=valid & (token + i < T), other=0.0),)  # noqa: RUF005
     return group
 
 
 @triton.jit
-def _load_positions(position_ptr, token, T, U: tl.constexpr, PACKED: tl.constexpr):
-    group = ()
-    for i in tl.static_range(U):
-        if PACKED:
-            group = group + (tl.load(position_ptr + token + i, mask=token + i < T, other=4),)
-        else:
-            group = group + (4,)  # beyond the reach of any tap
-    return group
+def _within_one(position_ptr, token, T, U: tl.constexpr, PACKED: tl.constexpr):
+    """Whether U tokens lie in one document, no tap of theirs reaching before it: then nothing has to be looked up."""
+    if PACKED:
+        first = tl.load(position_ptr + token, mask=token < T, other=0)
+        last = tl.load(position_ptr + token + (U - 1), mask=token + (U - 1) < T, other=0)
+        return (first >= 3) & (last == first + (U - 1))
+    return True
 
 
 @triton.jit
 def _at_start(
-    x1,
-    x2,
-    x3,
-    position,
-    token,
-    T,
-    document_ptr,
-    state_ptr,
-    channels,
-    valid,
-    C,
-    W: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-):
-    """What lies before a token: before a document's first, its initial state."""
+    x1, x2, x3, token, T, position_ptr, document_ptr, state_ptr, channels, valid, C, W: tl.constexpr, HAS_STATE: tl.constexpr
+):  # fmt: skip
+    """A token's position, and what lies before it: before a document's first, its initial state."""
+    position = tl.load(position_ptr + token, mask=token < T, other=3)
     if position == 0:
         document = 0
         if HAS_STATE:
@@ -249,7 +241,7 @@ def _at_start(
         x1 = _past(state_ptr, document, channels, valid, W - 2, C, W, HAS_STATE)
         x2 = _past(state_ptr, document, channels, valid, W - 3, C, W, HAS_STATE)
         x3 = _past(state_ptr, document, channels, valid, W - 4, C, W, HAS_STATE)
-    return x1, x2, x3
+    return position, x1, x2, x3
 
 
 @triton.jit
@@ -282,50 +274,55 @@ def _opening(
 
 
 @triton.jit
+def _forward_group(
+    xs, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row: tl.constexpr, token, T,
+    position_ptr, document_ptr, state_ptr, channels, valid,
+    C: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, STARTS: tl.constexpr, HAS_STATE: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """U tokens, among which documents may start; hands on the last three inputs."""
+    y_ptrs += token.to(tl.int64) * y_row
+    for i in tl.static_range(U):
+        if STARTS:
+            _, x1, x2, x3 = _at_start(
+                x1, x2, x3, token + i, T, position_ptr, document_ptr, state_ptr, channels, valid, C, W, HAS_STATE
+            )
+        x0 = xs[i].to(tl.float32)
+        y = _convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+        y = y * _sigmoid(y)
+        if NORM:
+            y = y * tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+        tl.store(y_ptrs + i * y_row, y.to(y_ptrs.dtype.element_ty), mask=valid & (token + i < T))
+        x3, x2, x1 = x2, x1, x0
+    return x1, x2, x3
+
+
+@triton.jit
 def _convolution_forward(
-    x_ptrs,
-    x_row,
-    y_ptrs,
-    y_row,
-    weight_ptr,
-    batch,
-    first,
-    T,
-    L,
-    position_ptr,
-    document_ptr,
-    state_ptr,
-    channels,
-    valid,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    NORM: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    U: tl.constexpr,
-):
+    x_ptrs, x_row, y_ptrs, y_row: tl.constexpr, weight_ptr, batch, first, T, L,
+    position_ptr, document_ptr, state_ptr, channels, valid,
+    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """One program: a chunk of time of R rows of D channels."""
     w0, w1, w2, w3 = _load_taps(weight_ptr, channels, valid, W, R, D)
     x1, x2, x3 = _opening(
         x_ptrs, x_row, batch, first, position_ptr, document_ptr, state_ptr, channels, valid, C, W, PACKED, HAS_STATE
     )
     for start in range(0, L, U):
-        xs = _load_group(x_ptrs, x_row, first + start, T, valid, U)
-        positions = _load_positions(position_ptr, first + start, T, U, PACKED)
-        for i in tl.static_range(U):
-            token = first + start + i
-            if PACKED:
-                x1, x2, x3 = _at_start(
-                    x1, x2, x3, positions[i], token, T, document_ptr, state_ptr, channels, valid, C, W, HAS_STATE
-                )
-            x0 = xs[i].to(tl.float32)
-            y = _convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
-            y = y * _sigmoid(y)
-            if NORM:
-                y = y * tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
-            tl.store(y_ptrs + token.to(tl.int64) * y_row, y.to(y_ptrs.dtype.element_ty), mask=valid & (token < T))
-            x3, x2, x1 = x2, x1, x0
+        token = first + start
+        xs = _load_group(x_ptrs, x_row, token, T, valid, U)
+        if _within_one(position_ptr, token, T, U, PACKED):
+            x1, x2, x3 = _forward_group(
+                xs, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token, T, position_ptr, document_ptr, state_ptr,
+                channels, valid, C, W, NORM, False, HAS_STATE, U,
+            )  # fmt: skip
+        else:
+            for i in range(U):
+                x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
+                x1, x2, x3 = _forward_group(
+                    x0, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token + i, T, position_ptr, document_ptr, state_ptr,
+                    channels, valid, C, W, NORM, True, HAS_STATE, 1,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=INTEGERS)

@@ -114,7 +114,7 @@ def fused_prologue(
         qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths,
         *heads, *head_dims, l2norm, output_final_state,
     )  # fmt: skip
-    return (*outputs, state if output_final_state else None)  # type: ignore[return-value]
+    return (*outputs, state if output_final_state else None)
 
 
 def _tokens(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor]:
