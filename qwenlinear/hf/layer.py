@@ -180,7 +180,10 @@ def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: 
         and (kernel.capabilities.compile_safe or not torch.compiler.is_compiling())
         and recurrent_state.dtype == state_dtype(layer.out_proj.weight.dtype)
         and recurrent_state.device == x.device
-        and recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
+        and (
+            torch.compiler.is_compiling()  # which cannot ask the next question
+            or recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
+        )
         and not autocast_enabled(x.device)
         and why_not_plain(layer.out_proj, nn.Linear) is None
     )
