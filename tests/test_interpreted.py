@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: tests/interpreted in a process of its own, which chooses it before importing Triton."""
+"""The Triton kernels in Triton's interpreter: tests/interpreted, in a process that chooses it before it imports Triton."""
 
 from __future__ import annotations
 

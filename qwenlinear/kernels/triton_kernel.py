@@ -94,9 +94,9 @@ class TritonKernel(GatedDeltaKernel):
         if inputs.state_in_place:
             assert state is not None, "validated"
             return gated_delta_step_in_place(*tensors, inputs.scale, state, boundaries, normalise), state
-        return gated_delta_step(
-            *tensors, inputs.scale, state, boundaries, normalise, inputs.N if inputs.output_final_state else 0
-        )
+        states = inputs.N if inputs.output_final_state else 0
+        answer: Answer = gated_delta_step(*tensors, inputs.scale, state, boundaries, normalise, states)
+        return answer
 
 
 # ---- the launches as operators, so that torch.compile sees one node --------------------------------------------------

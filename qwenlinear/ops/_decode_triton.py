@@ -3,6 +3,9 @@
 Rows of q, k, v, b and a lie wherever the projections left them; the convolution's state is updated where it lies.
 """
 
+# mypy: ignore-errors
+# Triton's functions carry no types.
+
 from __future__ import annotations
 
 import torch
@@ -11,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwenlinear._launch import on
+from qwenlinear.ops._prologue_triton import _log_softplus
 
 
 @triton.jit
@@ -37,17 +41,6 @@ def _convolve(x, state, weight, channel, inside, step, W: tl.constexpr):
     if W > 1:
         tl.store(state + (W - 2) * step, new.to(state.dtype.element_ty), mask=inside)
     return u * tl.sigmoid(u)
-
-
-@triton.jit
-def _log_decay(a, A_log, dt_bias):
-    """`qwenlinear.ops.gate.log_decay`: log(1 + z) is divided by what rounding left of z in 1 + z, so that it is right for any z."""
-    x = a + dt_bias
-    z = tl.exp(-tl.abs(x))
-    rest = (1.0 + z) - 1.0
-    log1p = tl.where(rest == 0.0, z, tl.log(1.0 + z) * (z / tl.where(rest == 0.0, 1.0, rest)))
-    log_softplus = tl.where(x < -40.0, x, tl.log(tl.where(x < -40.0, 1.0, tl.maximum(x, 0.0) + log1p)))
-    return tl.maximum(-tl.exp(tl.minimum(A_log + log_softplus, 9.210340371976182)), -1e4)  # log(1e4)
 
 
 @triton.jit
@@ -79,8 +72,9 @@ def decode_prologue_kernel(
         y = _convolve(x, column, weight, channel, inside, state_w, W)
         tl.store(v_out + (n * HV + head) * V + c, y.to(v_out.dtype.element_ty), mask=inside)
         gate = tl.load(a + n * a_n + key_head * a_h + within * a_g).to(tl.float32)
-        decay = _log_decay(gate, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-        tl.store(g_out + n * HV + head, decay)
+        log_softplus, _ = _log_softplus(gate + tl.load(dt_bias + head).to(tl.float32))
+        log_decay = tl.minimum(tl.load(A_log + head).to(tl.float32) + log_softplus, 9.210340371976182)  # log(1e4)
+        tl.store(g_out + n * HV + head, tl.maximum(-tl.exp(log_decay), -1e4))
         strength = tl.sigmoid(tl.load(b + n * b_n + key_head * b_h + within * b_g).to(tl.float32))
         tl.store(beta_out + n * HV + head, strength.to(beta_out.dtype.element_ty))
 

@@ -4,6 +4,9 @@ A row is one head of one token, V elements. o and dy are contiguous; z is read w
 strides (tokens, key heads, value heads of a key head), of which those that fall together are merged.
 """
 
+# mypy: ignore-errors
+# Triton's functions carry no types.
+
 from __future__ import annotations
 
 import torch

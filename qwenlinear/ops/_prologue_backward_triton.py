@@ -106,19 +106,25 @@ def _convolution_backward(
         token = first + start
         xs = _load_group(x_ptrs, x_row, token, T, valid, U)
         dys = _load_group(dy_ptrs, dy_row, token, T, valid, U)
-        if _within_one(position_ptr, token, T, U, PACKED):
+        if PACKED:
+            if _within_one(position_ptr, token, T, U):
+                x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
+                    xs, dys, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token, first, T,
+                    position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, False, HAS_STATE, NEEDS_DW, U,
+                )  # fmt: skip
+            else:
+                for i in range(U):
+                    x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
+                    dy = _load_group(dy_ptrs, dy_row, token + i, T, valid, 1)
+                    x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
+                        x0, dy, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token + i, first, T,
+                        position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, True, HAS_STATE, NEEDS_DW, 1,
+                    )  # fmt: skip
+        else:
             x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
                 xs, dys, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token, first, T,
                 position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, False, HAS_STATE, NEEDS_DW, U,
             )  # fmt: skip
-        else:
-            for i in range(U):
-                x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
-                dy = _load_group(dy_ptrs, dy_row, token + i, T, valid, 1)
-                x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3 = _backward_group(
-                    x0, dy, x1, x2, x3, a1, a2, a3, dw0, dw1, dw2, dw3, w0, w1, w2, w3, dx_ptrs, dx_row, token + i, first, T,
-                    position_ptr, document_ptr, state_ptr, channels, valid, C, W, NORM, True, HAS_STATE, NEEDS_DW, 1,
-                )  # fmt: skip
     if NEEDS_DW:
         tl.store(dw_ptrs, dw0, mask=valid)
         tl.store(dw_ptrs + C, dw1, mask=valid)

@@ -88,10 +88,10 @@ class Inputs:
     bounds: Tensor | None
     lengths: Tensor | None
 
-    def contiguous(self) -> Inputs:
-        """The same with every last dimension contiguous, and the small tensors whole."""
+    def laid_out(self) -> Inputs:
+        """As the kernels read them: last dimensions contiguous, the small tensors whole, the state ``[N, W-1, C]``."""
         rows = {name: _rows(getattr(self, name)) for name in ("qkv", "b", "a")}
-        state = None if self.initial_state is None else self.initial_state.contiguous()
+        state = None if self.initial_state is None else self.initial_state.transpose(1, 2).contiguous()
         small = {name: getattr(self, name).contiguous() for name in ("weight", "A_log", "dt_bias")}
         return replace(self, initial_state=state, **rows, **small)
 
@@ -112,10 +112,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def gate_tile(HV: int) -> dict[str, int]:
-    """Heads (a power of two) and tokens of a gate program."""
+def gate_tile(HV: int, warps: int) -> dict[str, int]:
+    """Heads (a power of two) and tokens of a gate program, 8 of its elements a thread."""
     BH = triton.next_power_of_2(HV)
-    return {"BH": BH, "GATE_ROWS": max(1, 2048 // BH)}
+    return {"BH": BH, "GATE_ROWS": max(1, 256 * warps // BH)}
 
 
 def forward(
@@ -133,9 +133,10 @@ def forward(
     Returns:
         q, k, v, g, beta, final state.
     """
-    inputs = inputs.contiguous()
+    inputs = inputs.laid_out()
     x, (B, T, _) = inputs.qkv, inputs.qkv.shape
-    tiles, gate = tiles.fit(B, T, sizes), gate_tile(sizes.HV)
+    tiles = tiles.fit(B, T, sizes)
+    gate = gate_tile(sizes.HV, tiles.warps)
     q, k = (x.new_empty(B, T, sizes.H, sizes.D) for _ in range(2))
     v = x.new_empty(B, T, sizes.HV, sizes.CV // sizes.HV)
     g = x.new_empty(B, T, sizes.HV, dtype=torch.float32)
@@ -187,22 +188,20 @@ def backward(
         ``[C, 1, W]`` of the weight, ``[2, HV]`` float32 of A_log and dt_bias, the initial state's; each empty where it is
         not needed. What is not needed within the first is not written.
     """
-    inputs = inputs.contiguous()
+    inputs = inputs.laid_out()
     x, (B, T, _) = inputs.qkv, inputs.qkv.shape
-    tiles, gate = tiles.fit(B, T, sizes), gate_tile(sizes.HV)
+    tiles = tiles.fit(B, T, sizes)
+    gate = gate_tile(sizes.HV, tiles.warps)
     rows, chunks = tiles.channels // sizes.D, B * -(-T // tiles.chunk)
     programs = 0 if dy is None else chunks * sizes.blocks(rows)
     gate_programs = 0 if dgates is None else -(-B * T // gate["GATE_ROWS"])
     dx = x.new_empty(B, T, sizes.C + 2 * sizes.HV)
-    apart = dgates is not None and torch.promote_types(inputs.b.dtype, inputs.a.dtype) != x.dtype
-    dba = x.new_empty(
-        *((B, T, 2 * sizes.HV) if apart else (0,)), dtype=torch.promote_types(inputs.b.dtype, inputs.a.dtype)
-    )
+    gates = torch.promote_types(inputs.b.dtype, inputs.a.dtype)
+    apart = dgates is not None and gates != x.dtype
+    dba = x.new_empty((B, T, 2 * sizes.HV) if apart else (0,), dtype=gates)
     dw = x.new_empty(chunks if needs_dweight and programs else 0, 4, sizes.C, dtype=torch.float32)
     dgate = x.new_empty(gate_programs, 2, sizes.HV, dtype=torch.float32)
-    dstate = (
-        x.new_empty(0) if inputs.initial_state is None or not needs_dstate else torch.empty_like(inputs.initial_state)
-    )
+    dstate = x.new_empty((inputs.sequences, sizes.C, sizes.W - 1) if needs_dstate and programs else (0,))
     pointers, unit = inputs.arguments()
     dq, dk, dv = (None, None, None) if dy is None else (t.contiguous() for t in dy)
     dg, dbeta = (None, None) if dgates is None else (t.contiguous() for t in dgates)
@@ -224,5 +223,7 @@ def backward(
                 None if dfinal is None else dfinal.contiguous(), dx, dstate, T,
                 HAS_LENGTHS=inputs.lengths is not None, HAS_DFINAL=dfinal is not None, NEEDS_DSTATE=needs_dstate, **constants,
             )  # fmt: skip
-    dweight = dw.sum(0)[4 - sizes.W :].t().unsqueeze(1).to(inputs.weight.dtype, memory_format=torch.contiguous_format)
-    return dx, dba, dweight, dgate.sum(0), dstate
+    dweight = x.new_empty(0, dtype=inputs.weight.dtype)
+    if dw.numel():
+        dweight = dw.sum(0)[4 - sizes.W :].t().to(inputs.weight.dtype).unsqueeze(1).contiguous()
+    return dx, dba, dweight, dgate.sum(0) if gate_programs else dgate.flatten(), dstate

@@ -78,11 +78,11 @@ def _convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
 
 @triton.jit
 def _past(state_ptr, document, channels, valid, column, C, W: tl.constexpr, HAS_STATE: tl.constexpr):
-    """Column ``column`` of a document's initial state; zeros without one."""
+    """Column ``column`` of a document's initial state, which lies here as ``[N, W-1, C]``; zeros without one."""
     if HAS_STATE:
-        columns = channels + document.to(tl.int64) * C
-        mask = valid & (column >= 0) & (column < W - 1)
-        return tl.load(state_ptr + columns * (W - 1) + column, mask=mask, other=0.0).to(tl.float32)
+        inside = (column >= 0) & (column < W - 1)
+        at = state_ptr + (document.to(tl.int64) * (W - 1) + column) * C + channels
+        return tl.load(at, mask=valid & inside, other=0.0).to(tl.float32)
     return tl.zeros(valid.shape, tl.float32)
 
 
@@ -185,8 +185,8 @@ def _final_state(
         token = length - (W - 1) + column
         value = tl.load(x_ptr + begin + token.to(tl.int64) * x_row + channels, mask=valid & (token >= 0), other=0.0)
         if HAS_STATE:
-            old = valid & (token < 0)
-            value += tl.load(state_ptr + out + length + column, mask=old, other=0.0).to(value.dtype)
+            past = valid & (token < 0)
+            value += _past(state_ptr, document, channels, past, length + column, C, W, HAS_STATE).to(value.dtype)
         tl.store(final_ptr + out + column, value.to(final_ptr.dtype.element_ty), mask=valid)
 
 
@@ -219,13 +219,11 @@ def _load_group(ptrs, row, token, T, valid, U: tl.constexpr):
 
 
 @triton.jit
-def _within_one(position_ptr, token, T, U: tl.constexpr, PACKED: tl.constexpr):
+def _within_one(position_ptr, token, T, U: tl.constexpr):
     """Whether U tokens lie in one document, no tap of theirs reaching before it: then nothing has to be looked up."""
-    if PACKED:
-        first = tl.load(position_ptr + token, mask=token < T, other=0)
-        last = tl.load(position_ptr + token + (U - 1), mask=token + (U - 1) < T, other=0)
-        return (first >= 3) & (last == first + (U - 1))
-    return True
+    first = tl.load(position_ptr + token, mask=token < T, other=0)
+    last = tl.load(position_ptr + token + (U - 1), mask=token + (U - 1) < T, other=0)
+    return (first >= 3) & (last == first + (U - 1))
 
 
 @triton.jit
@@ -311,18 +309,24 @@ def _convolution_forward(
     for start in range(0, L, U):
         token = first + start
         xs = _load_group(x_ptrs, x_row, token, T, valid, U)
-        if _within_one(position_ptr, token, T, U, PACKED):
+        if PACKED:
+            if _within_one(position_ptr, token, T, U):
+                x1, x2, x3 = _forward_group(
+                    xs, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token, T, position_ptr, document_ptr, state_ptr,
+                    channels, valid, C, W, NORM, False, HAS_STATE, U,
+                )  # fmt: skip
+            else:
+                for i in range(U):
+                    x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
+                    x1, x2, x3 = _forward_group(
+                        x0, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token + i, T, position_ptr, document_ptr, state_ptr,
+                        channels, valid, C, W, NORM, True, HAS_STATE, 1,
+                    )  # fmt: skip
+        else:
             x1, x2, x3 = _forward_group(
                 xs, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token, T, position_ptr, document_ptr, state_ptr,
                 channels, valid, C, W, NORM, False, HAS_STATE, U,
             )  # fmt: skip
-        else:
-            for i in range(U):
-                x0 = _load_group(x_ptrs, x_row, token + i, T, valid, 1)
-                x1, x2, x3 = _forward_group(
-                    x0, x1, x2, x3, w0, w1, w2, w3, y_ptrs, y_row, token + i, T, position_ptr, document_ptr, state_ptr,
-                    channels, valid, C, W, NORM, True, HAS_STATE, 1,
-                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=INTEGERS)

@@ -65,7 +65,8 @@ def decode_prologue(
     _check(*tensors, activation)
     width, sizes = weight.shape[2], (q.shape[3], v.shape[4])
     if why_not_fused(q.device, q.dtype, activation=activation, width=width, head_dims=sizes) is None:
-        return decode_prologue_op(*tensors, l2norm)
+        prepared: Prepared = decode_prologue_op(*tensors, l2norm)
+        return prepared
     return decode_prologue_twin(*tensors, activation=activation, l2norm=l2norm)
 
 

@@ -36,15 +36,14 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         torch.Size([1, 3, 2, 4])
     """
     if o.dim() < 1 or z.shape != o.shape or z.device != o.device:
-        raise ValueError(
-            f"z needs o's shape {list(o.shape)} and device {o.device}, got {list(z.shape)} on {z.device}"
-        )
+        raise ValueError(f"z needs o's shape {list(o.shape)} and device {o.device}, got {list(z.shape)} on {z.device}")
     if weight.shape != o.shape[-1:] or weight.device != o.device:
         raise ValueError(
             f"weight needs shape {list(o.shape[-1:])} on {o.device}, got {list(weight.shape)} on {weight.device}"
         )
     if why_not_fused(o.device, o.dtype, head_dims=(o.shape[-1],)) is None:
-        return gated_rms_norm_op(o, z, weight, eps)
+        y: Tensor = gated_rms_norm_op(o, z, weight, eps)
+        return y
     return gated_rms_norm(o, z, weight, eps)
 
 

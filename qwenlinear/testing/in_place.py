@@ -1,4 +1,4 @@
-"""The check of `step` with ``state_in_place=True``: the right values, in the very tensor that was handed over, and nothing else."""
+"""Running `step` with ``state_in_place=True``: the answer is in the very tensor that was handed over, all else is unchanged."""
 
 from __future__ import annotations
 

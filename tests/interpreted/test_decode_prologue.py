@@ -73,7 +73,9 @@ def test_rows_are_not_copied(monkeypatch):
     monkeypatch.setattr(_decode_triton, "decode_prologue_kernel", _Spy(handed))
     call = one_token(torch.float32, grouped=True)
     _decode_triton.launch(*call.values(), True)
-    assert [x.data_ptr() for x in handed[:6]] == [call[name].data_ptr() for name in ("q", "k", "v", "b", "a", "conv_state")]
+    assert [x.data_ptr() for x in handed[:6]] == [
+        call[name].data_ptr() for name in ("q", "k", "v", "b", "a", "conv_state")
+    ]
 
 
 class _Spy:

@@ -63,7 +63,10 @@ def test_against_float64(dtype, where, H, G, V):
         (lambda: torch.zeros(2, 3, 4, 8), False),
         (lambda: torch.zeros(2, 3, 50)[..., 18:].unflatten(-1, (4, 8)), False),
         (lambda: torch.zeros(2, 3, 2, 40)[..., 24:].unflatten(-1, (2, 8)), False),
-        (lambda: torch.zeros(2, 5, 4, 40)[:, 1:4, ::3, 24:].unflatten(-1, (2, 8)), True),  # four strides, none of which merge
+        (
+            lambda: torch.zeros(2, 5, 4, 40)[:, 1:4, ::3, 24:].unflatten(-1, (2, 8)),
+            True,
+        ),  # four strides, none of which merge
         (lambda: torch.zeros(2, 3, 4, 16)[..., ::2], True),
         (lambda: torch.zeros(1, 1, 4, 8).expand(2, 3, 4, 8), False),
     ],

@@ -10,7 +10,7 @@ def one_token(
     dtype: torch.dtype, B: int = 3, H: int = 2, G: int = 2, K: int = 8, V: int = 16, W: int = 4, grouped: bool = True,
     device: str = "cpu",
 ) -> dict[str, Tensor]:  # fmt: skip
-    """One token of B sequences, drawn alike on every device; Qwen3-Next's rows (grouped by key head) or Qwen3.5's (q, k, v, z)."""
+    """One token of B sequences, drawn alike on every device; rows grouped by key head (Qwen3-Next) or not (Qwen3.5)."""
     generator = torch.Generator("cpu").manual_seed(B + 10 * W)
 
     def normal(*shape: int) -> Tensor:
