@@ -189,9 +189,7 @@ def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: 
     )
 
 
-def _decode(
-    layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tensor, recurrent_state: Tensor
-) -> Tensor:
+def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tensor, recurrent_state: Tensor) -> Tensor:
     """One token: the recurrent state is written in place; the convolution's goes through the cache's own method."""
     c, kernel = injection.config, injection.kernel
     token = project_token(layer, c, x)

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of a layer whose kernel declares compile_safe: training with either form of projections, and decoding."""
+"""torch.compile(fullgraph=True) of a layer whose kernel declares compile_safe: training and decoding in place."""
 
 from __future__ import annotations
 
