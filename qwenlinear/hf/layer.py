@@ -180,15 +180,16 @@ def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: 
         and (kernel.capabilities.compile_safe or not torch.compiler.is_compiling())
         and recurrent_state.dtype == state_dtype(layer.out_proj.weight.dtype)
         and recurrent_state.device == x.device
-        and recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
+        and (
+            torch.compiler.is_compiling()  # which cannot ask the next question
+            or recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
+        )
         and not autocast_enabled(x.device)
         and why_not_plain(layer.out_proj, nn.Linear) is None
     )
 
 
-def _decode(
-    layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tensor, recurrent_state: Tensor
-) -> Tensor:
+def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tensor, recurrent_state: Tensor) -> Tensor:
     """One token: the recurrent state is written in place; the convolution's goes through the cache's own method."""
     c, kernel = injection.config, injection.kernel
     token = project_token(layer, c, x)

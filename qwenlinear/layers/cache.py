@@ -96,6 +96,8 @@ class GatedDeltaNetCache:
             return "the cache is empty"
         if self._own is None or self._own[0] is not conv or self._own[1] is not recurrent:
             return "its states carry a graph, were detached from one or put in by hand"
+        if torch.compiler.is_compiling():
+            return None  # which cannot ask the next question
         if (conv.is_inference() or recurrent.is_inference()) and not torch.is_inference_mode_enabled():
             return "its states are of inference mode, and the call is not"
         return None

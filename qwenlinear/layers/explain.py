@@ -84,9 +84,7 @@ def explain_layer(
     )
 
 
-def _projections(
-    layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None
-) -> str:
+def _projections(layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None) -> str:
     if cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None:
         return "separate products: one token is decoded without copying a weight"
     reason = why_separate(layer, layer.config, hidden_states)
@@ -95,7 +93,10 @@ def _projections(
 
 def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
     reason = why_not_fused_prologue(config, device, dtype)
-    if isinstance(layer.conv1d, ShortConvolution) and (more := why_not_plain(layer.conv1d, ShortConvolution)) is not None:
+    if (
+        isinstance(layer.conv1d, ShortConvolution)
+        and (more := why_not_plain(layer.conv1d, ShortConvolution)) is not None
+    ):
         reason = f"conv1d {more}"
     return "fused" if reason is None else f"PyTorch ({reason})"
 

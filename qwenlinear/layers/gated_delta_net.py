@@ -142,9 +142,7 @@ class GatedDeltaNet(nn.Module, ABC):
     def _project(self, hidden_states: Tensor) -> Projected:
         return project(self, self.config, hidden_states)
 
-    def _prepare_kernel(
-        self, parts: Projected, call: LayerCall, cached: bool
-    ) -> tuple[KernelArguments, Tensor | None]:
+    def _prepare_kernel(self, parts: Projected, call: LayerCall, cached: bool) -> tuple[KernelArguments, Tensor | None]:
         """The fused prologue reads the convolution's weight; a convolution that is more than its weight is called."""
         c = self.config
         if why_not_plain(self.conv1d, ShortConvolution) is None:

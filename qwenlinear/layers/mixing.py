@@ -234,6 +234,8 @@ def check_step(kernel: GatedDeltaKernel, token: ProjectedToken, recurrent_state:
     B, HV, _, V = recurrent_state.shape
     v, beta = token.v.new_empty(B, 1, HV, V), token.b.new_empty(B, 1, HV)  # shapes and dtypes are what is asked about
     g = recurrent_state[:, None, :, 0, 0]
-    refusals = kernel.refusals(token.q, token.k, v, g, beta, None, recurrent_state, True, form="step", state_in_place=True)
+    refusals = kernel.refusals(
+        token.q, token.k, v, g, beta, None, recurrent_state, True, form="step", state_in_place=True
+    )
     if refusals:
         raise UnsupportedCall(repr(kernel), refusals, "step of one token, states in place")

@@ -32,7 +32,7 @@ def why_not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
     )
     if any(hooks):
         return "has hooks"
-    if _torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if _torch_module._has_any_global_hook():
         return "is called for the sake of hooks on all modules"
     if "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return "has a forward of its own"

@@ -163,7 +163,7 @@ def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, 
         One reason in words, or None.
     """
     names = _names(layer)
-    modules: list[nn.Module] = [getattr(layer, name) for name in names]
+    modules: list[Any] = [getattr(layer, name) for name in names]
     for name, module, piece in zip(names, modules, _rows(config, names), strict=True):
         reason = why_not_plain(module, nn.Linear)
         if reason is not None:
@@ -266,9 +266,7 @@ def _sizes(rows: tuple[_Rows, ...]) -> tuple[int, int, int]:
     return b, a - b, sum(piece.count for piece in rows) - z
 
 
-def _join(
-    weights: Sequence[Tensor], rows: tuple[_Rows, ...], start: int, stop: int, dtype: torch.dtype
-) -> Tensor:
+def _join(weights: Sequence[Tensor], rows: tuple[_Rows, ...], start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows start..stop of the joined weights ``[stop - start, hidden_size]``: a weight itself where it is just those."""
     for weight, piece in zip(weights, rows, strict=True):
         if piece.groups == 1 and piece.parts == ((start, stop - start),) and weight.dtype == dtype:
@@ -362,7 +360,9 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
         strides = zip(part.stride(), first.stride(), part.shape, strict=True)
         if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at or part.dtype != first.dtype:
             return False
-        if any(mine != theirs for mine, theirs, size in strides if size > 1) or (part.shape[2] > 1 and part.stride(2) != 1):
+        if any(mine != theirs for mine, theirs, size in strides if size > 1) or (
+            part.shape[2] > 1 and part.stride(2) != 1
+        ):
             return False
         at += part.shape[2]
     return True

@@ -1,4 +1,4 @@
-"""One product of joined weights equals the separate modules, keeps nothing but inputs and parameters, and knows when not to run."""
+"""One product of joined weights equals the separate modules, keeps nothing but inputs and parameters, and knows its limits."""
 
 from __future__ import annotations
 
