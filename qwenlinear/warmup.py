@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from qwenlinear import usage
 from qwenlinear.caches import Cache, caches, shipping
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import PackedSequences
@@ -43,21 +44,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model, or its folder")
-    sizes.add_argument("--heads", type=_pair("/"), metavar="H/HV", help="key and value heads, for example 16/32")
-    parser.add_argument("--head-dim", type=int, default=128, help="K = V, with --heads (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=2048, help="hidden size, with --heads (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[], metavar="T", help="lengths of one sequence")
-    parser.add_argument(
-        "--packed", type=_pair("x"), nargs="*", default=[], metavar="NxL", help="documents x tokens of each"
+    sizes.add_argument(
+        "--heads", type=usage.numbers("H/HV", "/"), metavar="H/HV", help="key and value heads, for example 16/32"
     )
-    parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="B", help="sequences that decode together")
+    parser.add_argument(
+        "--head-dim", type=usage.whole(1), default=128, help="K = V, with --heads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden", type=usage.whole(1), default=2048, help="hidden size, with --heads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=usage.whole(1), nargs="*", default=[], metavar="T", help="lengths of one sequence"
+    )
+    parser.add_argument(
+        "--packed",
+        type=usage.numbers("NxL", "x"),
+        nargs="*",
+        default=[],
+        metavar="NxL",
+        help="documents x tokens of each",
+    )
+    parser.add_argument(
+        "--decode", type=usage.whole(1), nargs="*", default=[], metavar="B", help="sequences that decode together"
+    )
     parser.add_argument("--train", action="store_true", help="backward, too")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
-    parser.add_argument("--device", default=None, help="default: the accelerator PyTorch finds, else the CPU")
+    parser.add_argument(
+        "--dtype", type=usage.dtype(), default="bfloat16", help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", type=usage.device, default=None, help="default: the accelerator PyTorch finds, else the CPU"
+    )
     add_kernel_arguments(parser)
     parser.add_argument(
         "--verify",
-        type=float,
+        type=usage.positive,
         nargs="?",
         const=_WITHIN,
         metavar="SECONDS",
@@ -302,11 +322,3 @@ def _words(args: argparse.Namespace) -> Iterator[str]:
     yield from (f"--dtype={args.dtype}", f"--qwen-gdn-backend={args.qwen_gdn_backend}")
     yield f"--device={args.device}" if args.device else ""
     yield "--train" if args.train else ""
-
-
-def _pair(separator: str) -> Callable[[str], tuple[int, int]]:
-    def pair(text: str) -> tuple[int, int]:
-        first, second = (int(part) for part in text.split(separator))
-        return first, second
-
-    return pair

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qwenlinear import usage
 from qwenlinear.bench import decode_report, layer_gate
 from qwenlinear.bench.decode_contenders import KINDS, Decoder, decoders
 from qwenlinear.bench.floor import Sizes, copying
@@ -48,12 +49,16 @@ _COPIED = {"cuda": 2**30, "cpu": 2**26}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
     add_size_arguments(parser)
-    parser.add_argument("--batch", type=int, nargs="+", help="sequences; default: 1 8 64 256 (GPU)")
-    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="of our layer; default: auto fla (GPU)")
+    parser.add_argument("--batch", type=usage.whole(1), nargs="+", help="sequences; default: 1 8 64 256 (GPU)")
+    parser.add_argument(
+        "--kernels", type=usage.kernel(), nargs="+", metavar="NAME", help="of our layer; default: auto fla (GPU)"
+    )
     parser.add_argument(
         "--contenders", nargs="+", choices=KINDS, default=list(KINDS), help="who takes part (default: all)"
     )
-    parser.add_argument("--layers", type=int, help="layers stepped through in a measurement; default: 4 (GPU), 1 (CPU)")
+    parser.add_argument(
+        "--layers", type=usage.whole(1), help="layers stepped through in a measurement; default: 4 (GPU), 1 (CPU)"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-decode"), help="folder for JSON, Markdown and plots")
 
 

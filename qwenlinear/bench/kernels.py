@@ -19,7 +19,7 @@ import torch
 
 from qwenlinear import usage
 from qwenlinear.bench import kernels_report, overhead
-from qwenlinear.bench.cases import Case, Inputs, parse_heads, parse_packed, sample
+from qwenlinear.bench.cases import Case, Inputs, sample
 from qwenlinear.bench.contenders import NAMES, Contender, contender
 from qwenlinear.bench.gate import check
 from qwenlinear.bench.session import Session

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qwenlinear import usage
 from qwenlinear.bench import layer_gate, layer_report, ops
-from qwenlinear.bench.cases import Case, parse_heads, parse_packed
+from qwenlinear.bench.cases import Case
 from qwenlinear.bench.floor import FORMULAS, Sizes, copying, kernel_alone, products
 from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours, Setup, contenders
 from qwenlinear.bench.peak import peak_bytes
@@ -55,35 +56,55 @@ _GPU: dict[str, Any] = {
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what ``bench layer`` and ``bench decode`` share to a parser: place, dtype, sizes, rounds, limit, folder."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="of weights and activations; default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--hidden", type=int, help="hidden size; default: 256 (CPU), 2048 (GPU)")
-    parser.add_argument("--heads", type=parse_heads, metavar="H/HV", help="default: 2/4 (CPU), 16/32 (GPU)")
-    parser.add_argument("--head-dim", type=int, help="K = V; default: 64 (CPU), 128 (GPU)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of turns (default 9; at least 3 are kept)")
+    parser.add_argument("--device", type=usage.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--case-seconds", type=float, default=12.0, help="time for the rounds of one table row (default 12)"
+        "--dtype", type=usage.dtype(), help="of weights and activations; default: float32 on a CPU, bfloat16 on a GPU"
     )
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further row is begun")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: lay out these results again")
+    parser.add_argument("--hidden", type=usage.whole(1), help="hidden size; default: 256 (CPU), 2048 (GPU)")
+    parser.add_argument(
+        "--heads", type=usage.numbers("H/HV", "/"), metavar="H/HV", help="default: 2/4 (CPU), 16/32 (GPU)"
+    )
+    parser.add_argument("--head-dim", type=usage.whole(1), help="K = V; default: 64 (CPU), 128 (GPU)")
+    parser.add_argument(
+        "--rounds", type=usage.whole(1), default=9, help="rounds of turns (default 9; at least 3 are kept)"
+    )
+    parser.add_argument(
+        "--case-seconds", type=usage.positive, default=12.0, help="time for the rounds of one table row (default 12)"
+    )
+    parser.add_argument("--limit", type=usage.positive, default=1e9, help="seconds after which no further row is begun")
+    parser.add_argument(
+        "--render", type=usage.file, metavar="JSON", help="measure nothing: lay out these results again"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
     add_size_arguments(parser)
-    parser.add_argument("--tokens", type=int, nargs="*", help="lengths of one sequence; default: 32768 (GPU)")
     parser.add_argument(
-        "--packed", type=parse_packed, nargs="*", metavar="NxL", help="documents x tokens; default: 8x4096 (GPU)"
+        "--tokens", type=usage.whole(1), nargs="*", help="lengths of one sequence; default: 32768 (GPU)"
     )
     parser.add_argument(
-        "--kernels", nargs="+", metavar="NAME", help="auto, torch, fla, flashqla or package.module:Class"
+        "--packed",
+        type=usage.numbers("NxL", "x"),
+        nargs="*",
+        metavar="NxL",
+        help="documents x tokens; default: 8x4096 (GPU)",
+    )
+    parser.add_argument(
+        "--kernels",
+        type=usage.kernel(),
+        nargs="+",
+        metavar="NAME",
+        help="auto, torch, fla, flashqla or package.module:Class",
     )
     parser.add_argument(
         "--contenders", nargs="+", choices=KINDS, default=list(KINDS), help="who takes part (default: all)"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
-    parser.add_argument("--gradient-tokens", type=int, help="T of the part gradients; default: 2048 (GPU)")
-    parser.add_argument("--flat-tokens", type=int, nargs="+", help="T of the part flat; default: 8192 to 131072 (GPU)")
+    parser.add_argument("--gradient-tokens", type=usage.whole(1), help="T of the part gradients; default: 2048 (GPU)")
+    parser.add_argument(
+        "--flat-tokens", type=usage.whole(1), nargs="+", help="T of the part flat; default: 8192 to 131072 (GPU)"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-layer"), help="folder for JSON, Markdown and plots")
 
 

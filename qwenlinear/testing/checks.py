@@ -78,7 +78,8 @@ def in_place(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -
     """Steps that overwrite the state they start from give the reference of those that do not, and write to nothing else."""
     drawn, step = draw(case, device), form_of(kernel, "step")
     answers = run_in_place(_in_pieces(step, step, case) if case.pieces else step, drawn)
-    return _within(compare(answers, _truth(kernel, drawn), drawn.double(), kernel.tolerances[case.torch_dtype]))
+    truth = _truth(kernel, drawn)
+    return _within(compare(answers, truth, drawn.double(), kernel.tolerances[case.torch_dtype]), answers, truth)
 
 
 def repeat(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:

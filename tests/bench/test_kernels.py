@@ -10,7 +10,7 @@ import torch
 
 from qwenlinear import TorchKernel, cli, usage
 from qwenlinear.bench import kernels, kernels_report, session, worker
-from qwenlinear.bench.cases import Case, parse_heads, parse_packed, sample
+from qwenlinear.bench.cases import Case, sample
 from qwenlinear.bench.contenders import NAMES, OfKernel, contender
 from qwenlinear.bench.gate import check
 from qwenlinear.bench.overhead import measure
