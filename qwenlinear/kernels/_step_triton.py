@@ -80,13 +80,14 @@ def tile(heads: int, K: int, V: int, multiprocessors: int) -> tuple[int, int, in
         multiprocessors: of the device.
 
     Returns:
-        Rows and columns of a program's block, powers of two, and its warps. 32 columns are whole cache lines; with few states
-        16 give twice as many programs. A thread holds 32 elements, so that many programs fit beside one another.
+        Rows and columns of a program's block, powers of two, and its warps. Where 64 columns give enough programs to fill the
+        device several times over they move the most bytes a second; with fewer states 16 give four times as many programs. A
+        thread holds 64 elements. docs/performance-notes.md has what was measured.
     """
     BK = max(16, triton.next_power_of_2(K))
-    BV = 32 if heads * triton.cdiv(V, 32) >= 4 * multiprocessors else 16
+    BV = 64 if heads * triton.cdiv(V, 64) >= 8 * multiprocessors else 16
     BV = min(BV, max(16, triton.next_power_of_2(V)))
-    return BK, BV, max(1, BK * BV // 1024)
+    return BK, BV, max(1, BK * BV // 2048)
 
 
 def launch(

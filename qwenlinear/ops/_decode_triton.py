@@ -64,19 +64,20 @@ def decode_prologue_kernel(
             y *= tl.rsqrt(tl.sum(tl.where(inside, y * y, 0.0), 0) + 1e-6)
         tl.store(out, y.to(q_out.dtype.element_ty), mask=inside)
     else:
-        head, c = unit - 2 * H, tl.arange(0, BV)
-        key_head, within = head // (HV // H), head % (HV // H)
-        channel, inside = 2 * H * K + head * V + c, c < V
-        column = state + n * state_n + channel.to(tl.int64) * state_c
-        x = v + n * v_n + key_head * v_h + within * v_g + c
-        y = _convolve(x, column, weight, channel, inside, state_w, W)
-        tl.store(v_out + (n * HV + head) * V + c, y.to(v_out.dtype.element_ty), mask=inside)
+        # other names than above: Triton wants a name of one type after the branches, and BK may differ from BV
+        value_head, d = unit - 2 * H, tl.arange(0, BV)
+        key_head, within = value_head // (HV // H), value_head % (HV // H)
+        v_channel, v_inside = 2 * H * K + value_head * V + d, d < V
+        v_column = state + n * state_n + v_channel.to(tl.int64) * state_c
+        token = v + n * v_n + key_head * v_h + within * v_g + d
+        written = _convolve(token, v_column, weight, v_channel, v_inside, state_w, W)
+        tl.store(v_out + (n * HV + value_head) * V + d, written.to(v_out.dtype.element_ty), mask=v_inside)
         gate = tl.load(a + n * a_n + key_head * a_h + within * a_g).to(tl.float32)
-        log_softplus, _ = _log_softplus(gate + tl.load(dt_bias + head).to(tl.float32))
-        log_decay = tl.minimum(tl.load(A_log + head).to(tl.float32) + log_softplus, 9.210340371976182)  # log(1e4)
-        tl.store(g_out + n * HV + head, tl.maximum(-tl.exp(log_decay), -1e4))
+        log_softplus, _ = _log_softplus(gate + tl.load(dt_bias + value_head).to(tl.float32))
+        log_decay = tl.minimum(tl.load(A_log + value_head).to(tl.float32) + log_softplus, 9.210340371976182)  # log(1e4)
+        tl.store(g_out + n * HV + value_head, tl.maximum(-tl.exp(log_decay), -1e4))
         strength = tl.sigmoid(tl.load(b + n * b_n + key_head * b_h + within * b_g).to(tl.float32))
-        tl.store(beta_out + n * HV + head, strength.to(beta_out.dtype.element_ty))
+        tl.store(beta_out + n * HV + value_head, strength.to(beta_out.dtype.element_ty))
 
 
 def launch(

@@ -162,11 +162,11 @@ def test_a_used_kernel_can_be_saved_with_its_model(clone, loads):
 @pytest.mark.parametrize(
     ("heads", "K", "V", "expected"),
     [
-        (32, 128, 128, (128, 16, 2)),  # one sequence: 256 programs on 132 multiprocessors
-        (8192, 128, 128, (128, 32, 4)),
-        (8192, 100, 20, (128, 32, 4)),
+        (32, 128, 128, (128, 16, 1)),  # one sequence: 256 programs on 132 multiprocessors
+        (8192, 128, 128, (128, 64, 4)),
+        (8192, 100, 20, (128, 32, 2)),
         (1, 1, 1, (16, 16, 1)),
-        (8192, 256, 256, (256, 32, 8)),
+        (8192, 256, 256, (256, 64, 8)),
     ],
 )
 def test_how_a_head_is_cut(heads, K, V, expected):
