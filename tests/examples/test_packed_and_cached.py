@@ -67,5 +67,7 @@ def test_cuda_graphs_say_so_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs it")
     command = [sys.executable, str(ROOT / "examples" / "cuda_graphs.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT, env=_environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT, env=_environment()
+    )
     assert done.stdout == "no CUDA device here: CUDA graphs need one, nothing was run\n"
