@@ -25,12 +25,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qwenlinear import doctor
 from qwenlinear.bench import kernels_report
 from qwenlinear.errors import Refusal
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TorchKernel
+from qwenlinear.kernels import (
+    FLAKernel,
+    FlashQLAKernel,
+    GatedDeltaKernel,
+    KernelCapabilities,
+    TorchKernel,
+    TritonKernel,
+)
 from qwenlinear.kernels.hardware import Hardware
 
 DOCS = Path(__file__).resolve().parent
 _PART = re.compile(r"<!-- generated: (?P<name>[\w:./-]+) -->\n.*?<!-- end -->", re.DOTALL)
-_KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
+_KERNELS: tuple[type[GatedDeltaKernel], ...] = (TorchKernel, FLAKernel, FlashQLAKernel, TritonKernel)
 
 
 def main() -> int:
@@ -92,6 +99,7 @@ def capabilities(_: str) -> str:
         ("gradients of the chunked form", yes("backward")),
         ("gradients of the recurrent form", yes("step_backward")),
         ("gradients to and from states", yes("state_backward")),
+        ("states of the recurrent form in place", _in_place),
         ("packed documents", yes("packed")),
         ("documents of no tokens", lambda found: "yes" if found.empty_sequences else "left out and put back"),
         ("more value heads than key heads", lambda found: "yes" if found.value_head_groups else "by repeating q and k"),
@@ -104,9 +112,15 @@ def capabilities(_: str) -> str:
     body = [[name, *(cell(kernel.capabilities) for kernel in _KERNELS)] for name, cell in rows]
     for dtype in (torch.bfloat16, torch.float32):
         name = f"promised relative errors, {str(dtype).removeprefix('torch.')}: output, state, gradient"
-        body.append([name, *(_tolerance(kernel.tolerances, dtype) for kernel in _KERNELS)])
+        body.append([name, *(_tolerance(kernel, dtype) for kernel in _KERNELS)])
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
+
+
+def _in_place(found: KernelCapabilities) -> str:
+    if not found.step:
+        return "-"
+    return "yes" if found.state_in_place else "by copying"
 
 
 def _sizes(sizes: object) -> str:
@@ -118,9 +132,12 @@ def _sizes(sizes: object) -> str:
     return ", ".join(map(str, sorted(sizes)))
 
 
-def _tolerance(tolerances: object, dtype: torch.dtype) -> str:
-    found = tolerances.get(dtype)  # type: ignore[attr-defined]
-    return "-" if found is None else f"{found.output:g}, {found.state:g}, {found.gradient:g}"
+def _tolerance(kernel: type[GatedDeltaKernel], dtype: torch.dtype) -> str:
+    found, declared = kernel.tolerances.get(dtype), kernel.capabilities
+    if found is None:
+        return "-"
+    gradient = f"{found.gradient:g}" if declared.backward or declared.step_backward else "-"
+    return f"{found.output:g}, {found.state:g}, {gradient}"
 
 
 _GENERATIONS: list[tuple[str, tuple[int, int], str]] = [
@@ -214,6 +231,7 @@ def doctor_of(name: str) -> str:
     with (
         mock.patch.object(FLAKernel, "_load", return_value=()),
         mock.patch.object(FlashQLAKernel, "_load", return_value=()),
+        mock.patch.object(TritonKernel, "_load", return_value=()),
     ):
         report = doctor.examine(
             None, device, lambda where: machine, driver=driver, requirements=installed, environment={}

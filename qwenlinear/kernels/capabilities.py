@@ -86,7 +86,8 @@ class KernelCapabilities:
         Yields:
             One :class:`Refusal` a limit.
         """
-        if not (self.chunk if form == "chunk" else self.step):
+        exists = self.chunk if form == "chunk" else self.step
+        if not exists:
             other = "call step(...)" if form == "chunk" else "call the kernel itself, which runs in chunks"
             yield Refusal(
                 "form",
@@ -116,7 +117,7 @@ class KernelCapabilities:
                     f"{letter}={size}",
                     "use another kernel for this model",
                 )
-        if inputs.needs_grad:
+        if inputs.needs_grad and exists:  # a form that is not there needs no word on its gradients
             if not (self.backward if form == "chunk" else self.step_backward):
                 yield Refusal(
                     "backward",

@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kernels", default="torch", help="names, separated by commas, as --qwen-gdn-backend takes them"
     )
     parser.add_argument("--device", default="cpu", help="where the tensors lie (default: cpu)")
+    parser.add_argument(
+        "--dtypes", type=_dtypes, help="only these, separated by commas (default: all that are declared)"
+    )
     parser.add_argument("--packings", type=int, default=1000, help="random packings a form (default: 1000)")
     parser.add_argument("--heads", type=_heads, action="append", help="H,HV,K,V instead of the default; repeatable")
     parser.add_argument("--layers", action="store_true", help="also check both layers on each kernel, in bfloat16")
@@ -89,7 +92,9 @@ def _sections(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, C
 def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tuple[str, str, ConformanceReport]:
     device, start, remark = torch.device(args.device), time.perf_counter(), ""
     told = start
-    cases = list(generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings))
+    cases = list(
+        generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings, args.dtypes)
+    )
     results: list[CaseResult] = []
     for number, case in enumerate(cases):
         now = time.perf_counter()
@@ -107,6 +112,14 @@ def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tu
     remarks = too_narrow(kernel, device) if device.type == "cpu" else ()
     report = ConformanceReport(repr(kernel), args.device, tuple(results), remarks, versions())
     return name, f"{report.table()}{remark}\n\n{time.perf_counter() - start:.0f} s of wall time.", report
+
+
+def _dtypes(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if not isinstance(getattr(torch, name, None), torch.dtype)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"dtypes need PyTorch's names, such as bfloat16, got {', '.join(unknown)}")
+    return names
 
 
 def _heads(text: str) -> tuple[int, int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 import torch
 
@@ -44,7 +44,11 @@ def head_configurations(capabilities: KernelCapabilities, device_type: str) -> t
 
 
 def generate(
-    kernel: GatedDeltaKernel, device_type: str, heads: tuple[Heads, ...] | None = None, packings: int = 1000
+    kernel: GatedDeltaKernel,
+    device_type: str,
+    heads: tuple[Heads, ...] | None = None,
+    packings: int = 1000,
+    dtypes: Collection[str] | None = None,
 ) -> Iterator[Case]:
     """Every case that the suite asks of a kernel.
 
@@ -53,19 +57,21 @@ def generate(
         device_type: where it will run.
         heads: configurations to try instead of the default ones.
         packings: how many random packings.
+        dtypes: names of the only dtypes to try; default None for all that are declared.
 
     Yields:
         Cases within the declared capabilities.
     """
     capabilities = kernel.capabilities
     configurations = heads or head_configurations(capabilities, device_type)
-    dtypes = [name for name in _FLOATS if getattr(torch, name) in capabilities.dtypes]
+    declared = [name for name in _FLOATS if getattr(torch, name) in capabilities.dtypes]
+    tried = [name for name in declared if dtypes is None or name in dtypes]
     forms: list[Form] = [form for form in ("chunk", "step") if getattr(capabilities, form)]
-    for dtype in dtypes:
+    for dtype in tried:
         for form in forms:
             generator = _Generator(capabilities, configurations, dtype, form)
             yield from generator.all()
-            if dtype == dtypes[0]:
+            if dtype == tried[0]:
                 yield from generator.once(packings)
 
 
