@@ -2,10 +2,10 @@
 
     python docs/generate.py            # rewrite the generated parts
     python docs/generate.py --check    # exit 1 where they are out of date
-    python docs/generate.py --plots    # draw the plots of docs/data/kernels-*.json first
+    python docs/generate.py --plots    # draw the plots of docs/data/*.json first
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
-`qwenlinear bench kernels` wrote them; a part whose file does not exist is left out.
+`qwenlinear bench kernels | layer | decode` wrote them; a part whose file does not exist is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear import doctor
-from qwenlinear.bench import kernels_report
+from qwenlinear.bench import decode_report, kernels_report, layer_report
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels import (
     FLAKernel,
@@ -257,8 +257,42 @@ def measurements(name: str) -> str:
     return "\n".join([*lines, kernels_report.markdown(results)])
 
 
+def layer_runs(_: str) -> str:
+    """A section for each run of ``qwenlinear bench layer`` in docs/data, its pictures before its tables; nothing without one."""
+    pictures = {"floor": "Everybody beside the floor", "flat": "Time and memory a token over T"}
+    return _runs("Training and prefill", "layer", pictures, layer_report.markdown)
+
+
+def decode_runs(_: str) -> str:
+    """The same for ``qwenlinear bench decode``."""
+    return _runs("Decoding", "decode", {"batch": "A step against batch"}, decode_report.markdown)
+
+
+def _runs(title: str, kind: str, pictures: dict[str, str], markdown: Callable[[dict[str, object]], str]) -> str:
+    sections: list[str] = []
+    for path in sorted((DOCS / "data").glob(f"{kind}-*.json")):
+        results = json.loads(path.read_text())
+        size = results["size"]
+        where = f"{results['machine']['device']}, hidden {size['hidden']}, heads {size['heads']}, {results['dtype']}"
+        sections += [
+            *([] if sections else [f"## {title}", ""]),
+            f"### {where} ({path.stem.removeprefix(f'{kind}-')})",
+            "",
+        ]
+        for name, words in pictures.items():
+            if (DOCS / "images" / f"{path.stem}-{name}.png").exists():
+                sections += [f"![{words}](images/{path.stem}-{name}.png)", ""]
+        sections += [markdown(results), ""]
+    return "\n".join(sections).rstrip()
+
+
 def plots() -> None:
     """Draw the plots of every run in docs/data."""
+    for path in sorted((DOCS / "data").glob("layer-*.json")):
+        for kind in layer_report.PICTURES:
+            layer_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{kind}.png", kind)
+    for path in sorted((DOCS / "data").glob("decode-*.json")):
+        decode_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-batch.png")
     for path in sorted((DOCS / "data").glob("kernels-*.json")):
         for along in ("tokens", "documents"):
             kernels_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{along}.png", along)
@@ -268,6 +302,8 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "capabilities": capabilities,
     "doctor": doctor_of,
     "bench": measurements,
+    "layers": layer_runs,
+    "decodes": decode_runs,
     "text": verbatim,
     "flashqla": flashqla,
 }

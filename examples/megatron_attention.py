@@ -19,6 +19,7 @@ gather hidden states (in document order) before it and scatter after it, as the 
 
 from __future__ import annotations
 
+import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,7 @@ def documents_of(packed_seq_params: Any, device: torch.device) -> PackedSequence
 
 def main() -> None:
     """Run the adapter and the layer inside it on the same documents."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     config = GatedDeltaNetConfig(
         hidden_size=32,

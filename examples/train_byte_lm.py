@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qwenlinear import GatedDeltaKernel, GatedDeltaNetBlock, GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
@@ -110,6 +109,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of autocast")
     add_kernel_arguments(parser)
     args = parser.parse_args()
+    from tqdm import tqdm  # after the words are read: --help needs nothing
+
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # AutoKernel says once what it chose, and why
     kernel = kernel_from_args(args, args.device)
     torch.manual_seed(0)

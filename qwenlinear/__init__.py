@@ -25,6 +25,8 @@ from qwenlinear.layers import (
     Qwen3NextGatedDeltaNet,
 )
 
+__version__ = "0.1.0"  # setup.cfg reads it
+
 __all__ = [
     "AutoKernel",
     "CommMemoryPolicy",

@@ -1,4 +1,4 @@
-"""The command line: ``qwenlinear doctor | run | bench``, each command in a module that is imported when it is asked for."""
+"""The command line: ``qwenlinear doctor | run | warmup | bench``, each command in a module of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+import qwenlinear
+from qwenlinear.usage import UsageError
+
 # name -> (module, one line of help); a module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("qwenlinear.doctor", "what this machine can run, why not more, and what to do about it"),
     "run": ("qwenlinear.hf.run", "generate from a Transformers folder with injected kernels"),
+    "warmup": ("qwenlinear.warmup", "compile and tune what a model needs, and say where the caches are"),
 }
 BENCHES: dict[str, tuple[str, str]] = {
     "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
+    "layer": ("qwenlinear.bench.layer", "one layer as everybody runs it, beside its floor"),
+    "decode": ("qwenlinear.bench.decode", "one decoded token of a layer, eager and as a CUDA graph"),
     "model": ("qwenlinear.bench.model", "a whole Transformers model, as installed and injected"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }
@@ -20,6 +26,7 @@ BENCHES: dict[str, tuple[str, str]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qwenlinear", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"qwenlinear {qwenlinear.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         _add(commands.add_parser(name, help=text), module)
@@ -33,7 +40,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add(parser: argparse.ArgumentParser, module: str) -> None:
     loaded = importlib.import_module(module)
     loaded.add_arguments(parser)
-    parser.set_defaults(run=loaded.run)
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return int(loaded.run(args))
+        except UsageError as error:
+            parser.error(str(error))
+
+    parser.set_defaults(run=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``qwenlinear``; None means ``sys.argv[1:]``.
 
     Returns:
-        The exit status, 0 for success.
+        The exit status, 0 for success. Bad arguments end the process with 2 instead, as argparse does it.
     """
     args = _parser().parse_args(argv)
     status: int = args.run(args)

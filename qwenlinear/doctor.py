@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qwenlinear import usage
 from qwenlinear.bench.machine import driver_version
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels import FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel, TritonKernel
@@ -62,7 +64,9 @@ _Refusals = dict[str, dict[str, tuple[Refusal, ...]]]  # kernel -> use -> reason
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the doctor's options to a parser."""
     parser.add_argument("--config", type=Path, help="a model's config.json; default: Qwen3.5's sizes, bfloat16")
-    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, else the CPU")
+    parser.add_argument(
+        "--device", type=usage.device_name, help="default: the accelerator that PyTorch finds, else the CPU"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -79,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         config = {} if args.config is None else json.loads(args.config.read_text())
         report = examine(config, device=args.device or _default_device())
     except (OSError, ValueError) as error:
-        print(f"--config {args.config}: {error}")
+        print(f"qwenlinear doctor: --config {args.config}: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=1) if args.json else text(report))
     return 0

@@ -6,8 +6,9 @@ python examples/kernels/attention_gym.py
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from attn_gym.linear import chunk_gdn, recurrent_gdn
 from torch import Tensor
 
 from qwenlinear import GatedDeltaKernel
@@ -48,9 +49,13 @@ class AttentionGymKernel(GatedDeltaKernel):
     }
 
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+        from attn_gym.linear import chunk_gdn
+
         return self._call(chunk_gdn, inputs)
 
     def _step(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+        from attn_gym.linear import recurrent_gdn
+
         return self._call(recurrent_gdn, inputs)
 
     def _call(self, function, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
@@ -69,4 +74,5 @@ class AttentionGymKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(check_kernel(AttentionGymKernel()))

@@ -6,11 +6,13 @@ python examples/kernels/fla_naive.py
 
 from __future__ import annotations
 
+import argparse
+from importlib.util import find_spec
+
 import torch
-from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
 from torch import Tensor
 
-from qwenlinear import GatedDeltaKernel
+from qwenlinear import GatedDeltaKernel, Refusal
 from qwenlinear.kernels import DeltaRuleInputs, KernelCapabilities, Tolerance
 from qwenlinear.testing import check_kernel
 
@@ -41,10 +43,18 @@ class FLANaiveKernel(GatedDeltaKernel):
         torch.float16: Tolerance(output=2e-3, state=2e-3, gradient=2e-3),
     }
 
+    def _load(self):  # asked last, and then imported where it is used: the class is there without its library
+        if find_spec("fla") is None:
+            yield Refusal("package", "fla-core", "none", "pip install fla-core --no-deps")
+
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
+
         return self._call(naive_chunk_gated_delta_rule, inputs)
 
     def _step(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
         return self._call(naive_recurrent_gated_delta_rule, inputs)
 
     def _call(self, function, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
@@ -62,4 +72,5 @@ class FLANaiveKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(check_kernel(FLANaiveKernel()))

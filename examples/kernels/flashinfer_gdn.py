@@ -6,8 +6,9 @@ python examples/kernels/flashinfer_gdn.py           # needs a GPU of compute cap
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from flashinfer.gdn_prefill import chunk_gated_delta_rule
 from torch import Tensor
 
 from qwenlinear import GatedDeltaKernel, Refusal
@@ -42,15 +43,15 @@ class FlashInferKernel(GatedDeltaKernel):
 
     def _refusals(self, inputs: DeltaRuleInputs, form: str):
         if inputs.scale == 0:
-            yield Refusal(
-                "scale", "a scale other than 0", "0, which FlashInfer takes for the default", "use TorchKernel()"
-            )
+            yield Refusal("scale", "a scale other than 0", "0, for FlashInfer the default", "use TorchKernel()")
 
     def _machine_refusals(self, hardware):
         if hardware.capability is not None and hardware.capability < (9, 0):
             yield Refusal("compute_capability", "9.0 or newer", str(hardware), "use FLAKernel() or TorchKernel()")
 
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
         device = inputs.q.device
         boundaries = inputs.packed.derive(
             ("FlashInferKernel", device), lambda: inputs.packed.cu_seqlens(device, torch.int64)
@@ -71,4 +72,5 @@ class FlashInferKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(check_kernel(FlashInferKernel(), "cuda", first_failure=False))

@@ -107,15 +107,3 @@ def sample(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) 
     g = -0.1 * torch.rand(1, T, case.HV, device=device, dtype=wide, generator=generator)
     beta = draw(1, T, case.HV).sigmoid().to(dtype)
     return Inputs(q, k, v, g, beta, case.packed)
-
-
-def parse_heads(text: str) -> tuple[int, int]:
-    """``"16/32"`` as (H, HV)."""
-    H, HV = (int(part) for part in text.split("/"))
-    return H, HV
-
-
-def parse_packed(text: str) -> tuple[int, int]:
-    """``"64x32"`` as (documents, tokens of each)."""
-    documents, length = (int(part) for part in text.split("x"))
-    return documents, length

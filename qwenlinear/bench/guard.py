@@ -21,8 +21,26 @@ from typing import Any
 
 import torch
 
+from qwenlinear import usage
+
 from .guard_report import markdown, plot
 
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "send",
+)
 # Enough for a bare communicator of one rank to need more than a full device has left; the first is NCCL as it
 # is.
 OOM_ENVIRONMENTS: tuple[dict[str, str], ...] = (
@@ -34,13 +52,18 @@ OOM_ENVIRONMENTS: tuple[dict[str, str], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--world-size", type=int, default=None, help="ranks; default: 2 for gloo, every GPU for nccl")
-    parser.add_argument("--mib", type=float, default=1.0, help="data of each rank in MiB (default 1)")
-    parser.add_argument("--live", type=int, nargs="+", default=[0, 500, 4000], help="live tensors (default 0 500 4000)")
-    parser.add_argument("--rounds", type=int, default=16, help="rounds of interleaved batches (default 16)")
-    parser.add_argument("--repeats", type=int, default=40, help="calls in a batch (default 40)")
-    parser.add_argument("--only", nargs="+", default=[], help="collectives to time; default: all")
-    parser.add_argument("--limit", type=float, default=110.0, help="seconds that all of it may take (default 110)")
+    parser.add_argument(
+        "--world-size", type=usage.whole(1), default=None, help="ranks; default: 2 for gloo, every GPU for nccl"
+    )
+    parser.add_argument("--mib", type=usage.positive, default=1.0, help="data of each rank in MiB (default 1)")
+    live = "live tensors (default 0 500 4000)"
+    parser.add_argument("--live", type=usage.whole(0), nargs="+", default=[0, 500, 4000], help=live)
+    parser.add_argument("--rounds", type=usage.whole(1), default=16, help="rounds of interleaved batches (default 16)")
+    parser.add_argument("--repeats", type=usage.whole(1), default=40, help="calls in a batch (default 40)")
+    parser.add_argument("--only", choices=COLLECTIVES, nargs="+", default=[], help="to time; default: all")
+    parser.add_argument(
+        "--limit", type=usage.positive, default=110.0, help="seconds that all of it may take (default 110)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for guard-BACKEND.json, .md and .png")
 
 
@@ -52,7 +75,13 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if a part failed (its traceback is in the results).
+
+    Raises:
+        UsageError: NCCL with fewer GPUs than ranks.
     """
+    gpus = torch.cuda.device_count()
+    if args.backend == "nccl" and gpus < (args.world_size or 1):
+        raise usage.UsageError(f"--backend nccl needs a GPU for each of {args.world_size or 1} ranks, got {gpus} GPUs")
     bench = _Bench(args)
     for name, step in bench.steps():
         try:

@@ -8,6 +8,11 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def _setting(results: dict[str, Any]) -> str:
+    name, size = {"nccl": "NCCL"}.get(results["backend"], results["backend"]), results["world_size"]
+    return f"{name}, {size} rank{'s' if size > 1 else ''}"
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Lay the results out as a page.
 
@@ -18,7 +23,7 @@ def markdown(results: dict[str, Any]) -> str:
         Markdown.
     """
     lines = [
-        f"# Memory guard, {results['backend']}, {results['world_size']} rank(s)",
+        f"# Memory guard, {_setting(results)}",
         "",
         f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the"
         " median of each side's interleaved batches; *ratio*: guarded to bare, *control*: bare to bare.",
@@ -144,7 +149,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(f"{results['backend']}, {results['world_size']} rank(s), {most} live tensors, {results['machine']}")
+    axes.set_title(f"{_setting(results)}, {most} live tensors, {results['machine']}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

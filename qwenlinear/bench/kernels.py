@@ -11,21 +11,22 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qwenlinear.bench import kernels_report, machine, overhead
-from qwenlinear.bench.cases import Case, Inputs, parse_heads, parse_packed, sample
+from qwenlinear import usage
+from qwenlinear.bench import kernels_report, overhead
+from qwenlinear.bench.cases import Case, Inputs, sample
 from qwenlinear.bench.contenders import NAMES, Contender, contender
 from qwenlinear.bench.gate import check
+from qwenlinear.bench.session import Session
 from qwenlinear.bench.timing import Call, Timing, captured, interleave
 from qwenlinear.bench.worker import call, spawn
 
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 PARTS = ("times", "graphs", "memory", "overhead", "first-calls")
 _CPU: dict[str, Any] = {
     "dtype": "float32",
@@ -47,22 +48,36 @@ _GPU: dict[str, Any] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="of q, k and v; default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--heads", type=parse_heads, nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)")
-    parser.add_argument("--sizes", type=int, nargs=2, default=(128, 128), metavar=("K", "V"), help="head sizes")
-    parser.add_argument("--tokens", type=int, nargs="*", help="lengths of one sequence")
-    parser.add_argument("--packed", type=parse_packed, nargs="*", metavar="NxL", help="documents x tokens of each")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usage.device, default=default, help="default here: %(default)s")
     parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help=f"of {', '.join(NAMES)} or package.module:Class"
+        "--dtype", type=usage.dtype(*_DTYPES), help="of q, k and v; default: float32 on a CPU, bfloat16 on a GPU"
     )
+    parser.add_argument(
+        "--heads", type=usage.numbers("H/HV", "/"), nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)"
+    )
+    parser.add_argument(
+        "--sizes", type=usage.whole(1), nargs=2, default=(128, 128), metavar=("K", "V"), help="head sizes"
+    )
+    parser.add_argument("--tokens", type=usage.whole(1), nargs="*", help="lengths of one sequence")
+    parser.add_argument(
+        "--packed", type=usage.numbers("NxL", "x"), nargs="*", metavar="NxL", help="documents x tokens of each"
+    )
+    known = f"of {', '.join(NAMES)} or package.module:Class"
+    parser.add_argument("--contenders", type=usage.kernel(*NAMES), nargs="+", metavar="NAME", help=known)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="what to measure")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of turns (default 9; at least 3 are kept)")
-    parser.add_argument("--case-seconds", type=float, default=12.0, help="time for the rounds of one row (default 12)")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further row is begun")
-    parser.add_argument("--graph-tokens", type=int, default=4096, help="longest TorchKernel call to capture")
+    parser.add_argument(
+        "--rounds", type=usage.whole(1), default=9, help="rounds of turns (default 9; at least 3 are kept)"
+    )
+    parser.add_argument(
+        "--case-seconds", type=usage.positive, default=12.0, help="time for the rounds of one row (default 12)"
+    )
+    parser.add_argument("--limit", type=usage.positive, default=1e9, help="seconds after which no further row is begun")
+    parser.add_argument("--graph-tokens", type=usage.whole(0), default=4096, help="longest TorchKernel call to capture")
     parser.add_argument("--out", type=Path, default=Path("bench-kernels"), help="folder for JSON, Markdown and plots")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: lay out these results again")
+    parser.add_argument(
+        "--render", type=usage.file, metavar="JSON", help="measure nothing: lay out these results again"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,11 +88,26 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every contender that ran was right, 1 otherwise.
+
+    Raises:
+        UsageError: heads that no layer has, or a file to lay out that holds no results.
     """
-    results = Bench(args).run() if args.render is None else json.loads(args.render.read_text())
+    for H, HV in args.heads or ():
+        if HV % H:
+            raise usage.UsageError(f"--heads needs HV a multiple of H, got {H}/{HV}")
+    results = Bench(args).run() if args.render is None else _results(args.render)
     kernels_report.show(results)
     kernels_report.write(results, args.out)
     return 0 if all(_right(row) for row in results["gate"]) else 1
+
+
+def _results(path: Path) -> dict[str, Any]:
+    try:
+        results = json.loads(path.read_text())
+        results["gate"], results["machine"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise usage.UsageError(f"--render needs the JSON of an earlier run, got {path}: {error!r}") from error
+    return dict(results)
 
 
 def _right(row: dict[str, Any]) -> bool:
@@ -88,12 +118,6 @@ def _right(row: dict[str, Any]) -> bool:
 
 def _is_refusal(entry: object) -> bool:
     return isinstance(entry, str) and "Traceback" not in entry
-
-
-def _command(words: list[str]) -> str:
-    """The command as another machine would run it: without the folder for its results."""
-    kept = [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
-    return " ".join(["qwenlinear", *kept])
 
 
 class Bench:
@@ -112,19 +136,19 @@ class Bench:
                 setattr(args, name, value)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.contenders = {name: contender(name) for name in args.contenders}
-        self.begin = time.monotonic()
-        self.results: dict[str, Any] = {
-            "machine": machine.describe(self.device),
-            "command": _command(sys.argv[1:]),
-            "dtype": args.dtype,
-            "contenders": {one.name: one.note for one in self.contenders.values()},
-            "gate": [],
-            "times": [],
-            "memory": [],
-            "overhead": [],
-            "first_calls": [],
-            "errors": {},
-        }
+        self.session = Session(
+            self.device,
+            args.out / "kernels.json",
+            args.limit,
+            dtype=args.dtype,
+            contenders={one.name: one.note for one in self.contenders.values()},
+            gate=[],
+            times=[],
+            memory=[],
+            overhead=[],
+            first_calls=[],
+        )
+        self.results = self.session.results
 
     def run(self) -> dict[str, Any]:
         """Run the parts that were asked for, one after another, whatever happens to each."""
@@ -135,32 +159,11 @@ class Bench:
             "graphs": lambda: self.times(graphs=True),
             "first-calls": self.first_calls,
         }
-        self._part("gate", self.gate)
+        self.session.part("gate", self.gate)
         for name, part in parts.items():
             if name in self.args.parts:
-                self._part(name, part)
-        self.results["seconds"] = time.monotonic() - self.begin
+                self.session.part(name, part)
         return self.results
-
-    def _part(self, name: str, part: Callable[[], None]) -> None:
-        begin = time.monotonic()
-        try:
-            part()
-        except Exception:
-            self.results["errors"][name] = traceback.format_exc()
-            print(self.results["errors"][name], file=sys.stderr)
-        print(f"# {name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-        kernels_report.save(self.results, self.args.out)
-
-    @property
-    def left(self) -> float:
-        """Seconds left for this run."""
-        return float(self.args.limit) - (time.monotonic() - self.begin)
-
-    @property
-    def late(self) -> bool:
-        """Whether the time for this run is over."""
-        return self.left <= 0
 
     def cases(self) -> list[Case]:
         """Every shape, the first heads first, short ones first."""
@@ -186,8 +189,7 @@ class Bench:
             return
         for case in self.cases():
             for train in (False, True):
-                if self.late:
-                    self.results["errors"].setdefault("limit", f"stopped before {case}, graphs={graphs}")
+                if self.session.late(f"{case}, graphs={graphs}"):
                     return
                 self._time(case, train, graphs)
             if self.device.type == "cuda":
@@ -258,7 +260,9 @@ class Bench:
                 for train in (False, True):
                     plain = sample(case, self.device, self.dtype)
                     inputs = plain.leaves() if train else plain
-                    if self.late or self._why_not(name, one, case, inputs, graphs=False) is not None:
+                    if self._why_not(name, one, case, inputs, graphs=False) is not None:
+                        continue
+                    if self.session.late(f"the memory of {case}"):
                         continue
                     if self.device.type == "cuda":
                         answer = self._gpu_memory(one, inputs, train)
@@ -300,10 +304,10 @@ class Bench:
                     )
                 }
                 for state in ("cold", "warm"):
-                    if self.late:
+                    if self.session.late(f"first calls of {one.name}"):
                         return
                     answer = spawn(
-                        self._task("first-call", name, case), timeout=min(240.0, self.left), environment=caches
+                        self._task("first-call", name, case), timeout=min(240.0, self.session.left), environment=caches
                     )
                     row = {**case.as_row(), "contender": one.name, "caches": state, **answer}
                     self.results["first_calls"].append(row)

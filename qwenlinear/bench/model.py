@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qwenlinear import usage
 from qwenlinear.bench import machine
+from qwenlinear.bench.fla_switch import SWITCH, fla_switch
 from qwenlinear.bench.timing import Timing, interleave
 from qwenlinear.hf import inject
 from qwenlinear.kernels.auto import kernel_from_name
 
-# One layer of Qwen3.5-2B; the vocabulary is small, because its product would hide what the layers do.
+# Qwen3.5-2B as its model card gives it (https://huggingface.co/Qwen/Qwen3.5-2B, "Model Overview"): hidden 2048, 24 layers of
+# 3 x Gated DeltaNet (16 heads for V, 16 for QK, of 128) to 1 x attention (8 heads for Q, 2 for KV, of 256), feed forward 6144.
+# Only the vocabulary differs, 32768 instead of 248320: its product would hide what the layers do. Hidden 2048 with 16/32 heads,
+# which `bench layer` measures by default, is Qwen3-Next's layer (the default of Transformers' Qwen3NextConfig).
 SHAPES: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -54,25 +59,34 @@ TINY: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "vocab_size": 64,
 }
-_SWITCH = "FLA_FLASH_QLA"  # flash-linear-attention reads it at every call
 _ATTENTION = "sdpa_by_document"
 _PARTS = ("train", "prefill", "decode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="of which every fourth is attention (default 12)")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a packed training batch (default 32768)")
-    parser.add_argument("--documents", type=int, default=8, help="of equal length in it (default 8)")
-    parser.add_argument("--prompt", type=int, default=32768, help="tokens of the prefill (default 32768)")
-    parser.add_argument("--rows", type=int, default=8, help="sequences of the decode (default 8)")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of one measurement (default 16)")
-    parser.add_argument("--kernels", nargs="*", default=["fla", "flashqla"], help="to inject (default: fla flashqla)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usage.device, default=default, help="default here: %(default)s")
+    parser.add_argument(
+        "--dtype", type=usage.dtype(), default="bfloat16", help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=usage.whole(1), default=12, help="of which every fourth is attention (default 12)"
+    )
+    parser.add_argument(
+        "--tokens", type=usage.whole(1), default=32768, help="of a packed training batch (default 32768)"
+    )
+    parser.add_argument("--documents", type=usage.whole(1), default=8, help="of equal length in it (default 8)")
+    parser.add_argument("--prompt", type=usage.whole(1), default=32768, help="tokens of the prefill (default 32768)")
+    parser.add_argument("--rows", type=usage.whole(1), default=8, help="sequences of the decode (default 8)")
+    parser.add_argument("--steps", type=usage.whole(1), default=16, help="decode steps of one measurement (default 16)")
+    kernels = "to inject (default: fla flashqla)"
+    parser.add_argument("--kernels", type=usage.kernel(), nargs="*", default=["fla", "flashqla"], help=kernels)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of turns (default 7)")
-    parser.add_argument("--part-seconds", type=float, default=90.0, help="time for the rounds of one part (default 90)")
+    parser.add_argument("--rounds", type=usage.whole(1), default=7, help="rounds of turns (default 7)")
+    parser.add_argument(
+        "--part-seconds", type=usage.positive, default=90.0, help="time for the rounds of one part (default 90)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
     parser.add_argument("--out", type=Path, default=Path("bench-model"), help="folder for JSON and Markdown")
 
@@ -85,16 +99,22 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when the losses of all sides that ran agree, 1 otherwise.
+
+    Raises:
+        UsageError: documents of unequal length, or Transformers is missing.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise usage.UsageError("Transformers is needed: pip install 'qwenlinear[hf]'")
     if args.tokens % args.documents:
-        raise ValueError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
+        raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
     for part in args.parts:
         bench.part(part)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "model.json").write_text(json.dumps(bench.results, indent=1) + "\n")
     text = markdown(bench.results)
-    (args.out / "model.md").write_text(text + "\n")
+    title = f"# A whole model on {bench.results['machine']['device']}"
+    (args.out / "model.md").write_text(f"{title}\n\n{text}\n")
     print(text)
     return 0 if bench.results["losses_agree"] else 1
 
@@ -240,18 +260,9 @@ class Side(NamedTuple):
     model: nn.Module
     switch: str | None = None
 
-    @contextlib.contextmanager
-    def switched(self) -> Iterator[None]:
-        """Set the switch, or clear it, and put it back afterwards."""
-        before = os.environ.pop(_SWITCH, None)
-        if self.switch is not None:
-            os.environ[_SWITCH] = self.switch
-        try:
-            yield
-        finally:
-            os.environ.pop(_SWITCH, None)
-            if before is not None:
-                os.environ[_SWITCH] = before
+    def switched(self) -> contextlib.AbstractContextManager[None]:
+        """FLA's switch as this side wants it."""
+        return fla_switch(self.switch)
 
 
 Work = Callable[[str, nn.Module], "dict[str, float] | None"]
@@ -259,7 +270,7 @@ Facts = dict[str, dict[str, float]]
 
 
 def _sides(model: nn.Module, kernels: list[str]) -> dict[str, Side]:
-    sides = {"Transformers": Side(model), f"Transformers, {_SWITCH}=0": Side(model, "0")}
+    sides = {"Transformers": Side(model), f"Transformers, {SWITCH}=0": Side(model, "0")}
     for name in kernels:
         kernel = kernel_from_name(name)
         twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})

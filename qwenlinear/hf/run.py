@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qwenlinear import usage
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.hf.inject import inject
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kernel_arguments(parser)
     parser.add_argument("--prompt", default="The gated delta rule", help="what to go on from (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--device", default=None, help="default: the accelerator PyTorch finds, else the CPU")
+    parser.add_argument("--device", type=usage.device, help="default: the accelerator PyTorch finds, else the CPU")
     parser.add_argument("--dtype", default="auto", help="auto (what is stored), bfloat16, float32, ... (default: auto)")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model's weights (default: %(default)s)")
 
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         kernel = kernel_from_args(args, device)
         model, ids, decode = _load(args, device)
         report = inject(model, kernel)
-    except (ValueError, UnsupportedCall, ImportError) as error:
+    except (ValueError, OSError, UnsupportedCall, ImportError) as error:
         print(f"qwenlinear run: {error}", file=sys.stderr)
         return 2
     if args.model == "tiny":

@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -28,9 +29,10 @@ class AutoKernel(GatedDeltaKernel):
     """Each call goes to the first candidate that does not refuse it; chunked and recurrent form are chosen apart.
 
     The choice rests on device, dtype, head sizes, gradients, packing and length, never on values. It is logged once a
-    process for each form and chosen kernel (logger ``qwenlinear``, level INFO); `explain` shows accepted and rejected
-    candidates with reasons. `capabilities` says what some candidate can do and what every candidate promises
-    (determinism, compilation); `tolerances` are the widest of the candidates'.
+    process for each form and chosen kernel (logger ``qwenlinear``, level INFO); `explain` shows who runs, and in one line
+    each why the others do not (``kernel.candidates[0].explain(...)`` has every reason and remedy). `capabilities` says what
+    some candidate can do and what every candidate promises (determinism, compilation); `tolerances` are the widest of the
+    candidates'.
 
     Args:
         candidates: kernels in order of preference; default None for ``[FlashQLAKernel(),
@@ -111,10 +113,14 @@ class AutoKernel(GatedDeltaKernel):
     def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
         chosen, _ = self._first_without(lambda candidate: candidate._all_refusals(inputs, form))
         lines = [f"  {form}: {'no candidate runs it' if chosen is None else f'goes to {chosen!r}'}"]
-        for candidate in self.candidates:
+        for number, candidate in enumerate(self.candidates):
+            refusals = candidate._all_refusals(inputs, form)
+            if refusals and chosen is not None:  # one line: what matters is who runs
+                more = f" (+{len(refusals) - 1} more: candidates[{number}].explain)" if len(refusals) > 1 else ""
+                lines.append(f"    {candidate!r}: refused: {refusals[0]}{more}")
+                continue
             first, *rest = candidate._explain(inputs, form)
-            later = candidate is not chosen and not candidate._all_refusals(inputs, form)
-            note = ", but comes later" if later else ""
+            note = ", but comes later" if not refusals and candidate is not chosen else ""
             lines += [f"    {candidate!r}{first.strip().removeprefix(form)}{note}", *(f"  {line}" for line in rest)]
         return lines
 
@@ -233,15 +239,24 @@ def kernel_from_name(name: str) -> GatedDeltaKernel:
     except AttributeError as error:
         raise ValueError(f"{name!r} needs a class {attribute} in {module}: {error}") from error
     except Exception as error:
-        raise ValueError(
-            f"{name!r} needs a module {module} that imports, got {type(error).__name__}: {error}"
-        ) from error
+        told = f"{name!r} needs a module {module} that imports, got {type(error).__name__}: {error}"
+        raise ValueError(told + _where_to_look(module, error)) from error
     if not (isinstance(found, type) and issubclass(found, GatedDeltaKernel)):
         raise ValueError(f"{name!r} needs a subclass of GatedDeltaKernel, got {found!r}")
     try:
         return found()
     except TypeError as error:
         raise ValueError(f"{name!r} needs a class that is built without arguments: {error}") from error
+
+
+def _where_to_look(module: str, error: Exception) -> str:
+    """What to do about a module that Python does not find; nothing where it is an import inside of it that fails."""
+    if not isinstance(error, ModuleNotFoundError) or error.name not in (module, module.partition(".")[0]):
+        return ""
+    path = Path(*module.split("."))
+    if path.with_suffix(".py").is_file() or path.is_dir():
+        return f"; {module} is here, but not on Python's path: run with PYTHONPATH=."
+    return "; put its folder on Python's path (PYTHONPATH=. for the current one), or install its package"
 
 
 def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,10 @@ class GatedDeltaKernel(ABC):
                 raise TypeError(
                     f"{cls.__name__} needs capabilities.{form}=True exactly where it writes {method}; it {got}"
                 )
-        missing = [str(dtype) for dtype in declared.dtypes if dtype not in getattr(cls, "tolerances", {})]
+        tolerances = getattr(cls, "tolerances", {})
+        if not isinstance(tolerances, Mapping) or not all(isinstance(t, Tolerance) for t in tolerances.values()):
+            raise TypeError(f"{cls.__name__} needs tolerances = {{dtype: Tolerance(...)}}, got {tolerances!r}")
+        missing = [str(dtype) for dtype in declared.dtypes if dtype not in tolerances]
         if missing:
             raise TypeError(f"{cls.__name__} needs tolerances for each dtype it declares, got none for {missing}")
 
@@ -337,7 +340,7 @@ class GatedDeltaKernel(ABC):
         else:
             with without_autocast(inputs.q.device):  # the call says its dtypes; a kernel's products keep to them
                 answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
-            _check_answer(self, inputs, answer)
+            _check_answer(self, inputs, answer, f"_{form}")
         for after, before in reversed(undo):
             answer = after(before, answer)
         return answer if inputs.output_final_state else (answer[0], None)
@@ -378,17 +381,20 @@ GatedDeltaKernel._asked_machine._dynamo_marked_constant = True  # type: ignore[a
 GatedDeltaKernel._asked_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: Answer) -> None:
+def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: object, method: str) -> None:
     """A kernel author's mistake, caught where it was made."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:  # a tensor of two rows would unpack
+        got = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
+        raise TypeError(f"{kernel!r} needs to return a pair (o, final_state or None) from {method}, got {got}")
     o, final = answer
     K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
     wanted = {"o": (o, inputs.v.shape, inputs.q.dtype)}
     if inputs.output_final_state:
-        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)  # type: ignore[assignment]
+        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)
     for name, (tensor, shape, dtype) in wanted.items():
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype}, got {got}")
+            raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype} from {method}, got {got}")
     if inputs.state_in_place and final is not inputs.initial_state:
         raise TypeError(
             f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another tensor"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Set
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -43,7 +43,8 @@ class KernelCapabilities:
         compile_safe: ``torch.compile(fullgraph=True)`` goes through; otherwise compiled code leaves its graph for a call.
 
     Raises:
-        ValueError: neither ``packed`` nor ``dense``.
+        TypeError: a field of another type, by name.
+        ValueError: neither ``packed`` nor ``dense``, or another ``state_layout``.
 
     Example:
         >>> KernelCapabilities(dtypes=frozenset({torch.float32}), chunk=True).packed
@@ -73,6 +74,19 @@ class KernelCapabilities:
     compile_safe: bool = False
 
     def __post_init__(self) -> None:
+        _require_set("dtypes", self.dtypes, torch.dtype, "frozenset({torch.bfloat16})")
+        if self.devices is not None:
+            _require_set("devices", self.devices, str, "frozenset({'cuda'})")
+        for name in ("key_head_sizes", "value_head_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None and (isinstance(sizes, (str, bytes)) or not isinstance(sizes, Container)):
+                needs = "None for any size or a container of ints, such as frozenset({64, 128}) or range(1, 257)"
+                raise TypeError(f"{name} needs {needs}; got {sizes!r}")
+        for name in (field.name for field in fields(self) if field.type == "bool"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} needs True or False, got {getattr(self, name)!r}")
+        if self.state_layout not in ("kv", "vk"):
+            raise ValueError(f"state_layout needs 'kv' or 'vk', got {self.state_layout!r}")
         if not (self.dense or self.packed):
             raise ValueError("capabilities need packed=True where dense=False: some input has to run")
 
@@ -148,11 +162,26 @@ class Tolerance:
         output: of o.
         state: of the final state.
         gradient: of each gradient.
+
+    Raises:
+        TypeError: no number.
     """
 
     output: float
     state: float
     gradient: float
+
+    def __post_init__(self) -> None:
+        for name in ("output", "state", "gradient"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} needs a relative error such as 1e-5, got {value!r}")
+
+
+def _require_set(name: str, found: object, kind: type, example: str) -> None:
+    """A set of one kind of thing: a string would do as a container of its letters, a list as nothing that is frozen."""
+    if not isinstance(found, Set) or not all(isinstance(one, kind) for one in found):
+        raise TypeError(f"{name} needs a set of {kind.__name__}s, such as {example}; got {found!r}")
 
 
 def _names(words: object) -> str:

@@ -9,6 +9,7 @@ chunks is that of one block, however long the sequences are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -179,7 +180,14 @@ class ChunkLayout:
 
     @classmethod
     def of(
-        cls, packed: PackedSequences | None, B: int, T: int, device: torch.device, row_bytes: int, state_bytes: int
+        cls,
+        packed: PackedSequences | None,
+        B: int,
+        T: int,
+        device: torch.device,
+        row_bytes: int,
+        state_bytes: int,
+        keeps: bool,
     ) -> ChunkLayout:
         """The layout of a call.
 
@@ -190,6 +198,7 @@ class ChunkLayout:
             device: where the indices are needed.
             row_bytes: what the work within a chunk of 32 tokens takes of memory.
             state_bytes: the size of one sequence's state.
+            keeps: whether the state before each block is kept, for a backward pass.
 
         Returns:
             The layout with the chunk size of least work.
@@ -197,15 +206,17 @@ class ChunkLayout:
         budget = _budget(device)
         rows, sequences = max(1, budget // row_bytes), max(1, budget // state_bytes)
         step = _STEP_WORK["cpu" if device.type == "cpu" else "accelerator"]
+        # The backward pass takes about four times row_bytes a row.
+        weight = None if device.type != "cpu" else state_bytes / (4 * row_bytes) if keeps else math.inf
         if packed is None:
-            return _dense_layout(B, T, _cheapest_size({T: B}, step), rows, sequences)
+            return _dense_layout(B, T, _cheapest_size({T: B}, step), rows, sequences, weight)
         lengths = packed.lengths
         if min(lengths) == max(lengths):
             N, T = len(lengths), lengths[0]
-            layout = _dense_layout(N, T, _cheapest_size({T: N}, step), rows, sequences)
+            layout = _dense_layout(N, T, _cheapest_size({T: N}, step), rows, sequences, weight)
             return ChunkLayout(layout.size, layout.groups, (N, T))
-        key = (cls, device, rows, sequences)
-        return packed.derive(key, lambda: _packed_layout(lengths, device, step, rows, sequences))
+        key = (cls, device, rows, sequences, weight)
+        return packed.derive(key, lambda: _packed_layout(lengths, device, step, rows, sequences, weight))
 
     def fold(self, x: Tensor) -> Tensor:
         """Tokens ``[B, T, ...]`` as the blocks see them; a view."""
@@ -237,6 +248,25 @@ def _cheapest_size(lengths: Mapping[int, int], step_work: int) -> int:
     return min(_SIZES, key=work)
 
 
+def _block_rows(rows: int, chunks: int, sequences: int, weight: float | None) -> int:
+    """How many rows to work on at a time, of at most ``rows``.
+
+    On a CPU half of them are no slower, one after another or on two threads. Where states are kept, the memory of a block and
+    that of the states, one a block and sequence, are least together where they are equal: short calls take smaller blocks,
+    down to a quarter. Below that the blocks' own Python shows.
+
+    Args:
+        rows: what the budget allows.
+        chunks: of the group.
+        sequences: of the group.
+        weight: a state's memory over a row's; infinite where none is kept, None to take all rows.
+    """
+    if weight is None:
+        return rows
+    most = (rows + 1) // 2
+    return int(min(most, max((most + 1) // 2, math.sqrt(chunks * sequences * weight))))
+
+
 def _cut_groups(number: int, rows: int, sequences: int) -> Iterator[tuple[int, int]]:
     """Ranges of sequences that advance together, of nearly equal size."""
     groups = -(-number // min(rows, sequences, number))
@@ -245,13 +275,13 @@ def _cut_groups(number: int, rows: int, sequences: int) -> Iterator[tuple[int, i
 
 
 @lru_cache(maxsize=256)
-def _dense_layout(B: int, T: int, C: int, rows: int, sequences: int) -> ChunkLayout:
+def _dense_layout(B: int, T: int, C: int, rows: int, sequences: int, weight: float | None) -> ChunkLayout:
     groups = []
     rest = T % C
     whole = T - rest
     for b0, b1 in _cut_groups(B, rows, sequences):
         n = b1 - b0
-        stride = max(1, rows // n) * C
+        stride = max(1, _block_rows(rows, n * (T // C), n, weight) // n) * C
         bounds = [*range(0, whole, stride), whole] if whole else [0]
         if rest:
             bounds.append(T)
@@ -285,7 +315,7 @@ def token_slots(lengths: Tensor, size: int) -> tuple[list[int], Tensor, Tensor]:
 
 
 def _packed_layout(
-    lengths: tuple[int, ...], device: torch.device, step_work: int, rows: int, sequences: int
+    lengths: tuple[int, ...], device: torch.device, step_work: int, rows: int, sequences: int, weight: float | None
 ) -> ChunkLayout:
     C = _cheapest_size(Counter(lengths), step_work)
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
@@ -299,7 +329,8 @@ def _packed_layout(
         own = sizes[mine]
         offsets = torch.repeat_interleave(begins[mine] - (own.cumsum(0) - own), own)
         tokens = torch.arange(len(slots), device="cpu") + offsets
-        blocks = tuple(_packed_blocks(C, counts, slots, tokens, rows, device))
+        at_a_time = _block_rows(rows, sum(counts), len(mine), weight)
+        blocks = tuple(_packed_blocks(C, counts, slots, tokens, at_a_time, device))
         groups.append(Group(blocks, len(mine), order=mine.to(device)))
     return ChunkLayout(C, tuple(groups))
 

@@ -143,6 +143,27 @@ def probe(device: torch.device) -> Hardware:
     return Hardware(device_type=device.type, name=name, capability=capability, cuda=cuda, hip=hip, nvcc=nvcc)
 
 
+def present(device: torch.device | str) -> torch.device:
+    """Require a device that this machine has, by a computation on it (a GPU's context is made by that).
+
+    Args:
+        device: which.
+
+    Returns:
+        The same, as an object.
+
+    Raises:
+        ValueError: it has not, or tensors there have no values.
+    """
+    try:
+        where = torch.device(device)
+        torch.zeros(1, device=where).sum().item()
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device needs one that PyTorch can compute on here, got {str(device)!r}: {why}") from error
+    return where
+
+
 def import_function(module: str, name: str, distribution: str) -> Callable[..., object] | Refusal:
     """Import a function of an installed package; a package that fails to import refuses with its own words.
 

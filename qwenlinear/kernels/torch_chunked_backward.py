@@ -129,7 +129,7 @@ def _scan_backward(
             d.g[after] += (kept * run.states[own][: len(dS)]).sum(2).unflatten(-1, (G, -1)).sum(-1, keepdim=True)
         dS = before
     d.kq[skip:] += d.read @ run.states.mT
-    d_log = (d.read * run.read).unflatten(-1, (G, -1)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
+    d_log = d.read.mul_(run.read).unflatten(-1, (G, -1)).sum(-1).unflatten(2, (2, C)).sum(2).transpose(2, 3)
     d.g[skip:] += d_log.flip(-1).cumsum(-1).flip(-1)  # e^c_i holds the decays of all tokens up to i
     return dS
 

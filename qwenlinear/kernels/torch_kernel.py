@@ -63,7 +63,9 @@ class TorchKernel(GatedDeltaKernel):
         H, HV, K, V, size = inputs.H, inputs.HV, inputs.K, inputs.V, inputs.g.element_size()
         state = HV * K * V * size
         within = 32 * (H * 2 * K + HV * (2 * V + 4 * 32)) * size  # of a chunk of 32 tokens
-        layout = ChunkLayout.of(inputs.packed, inputs.B, inputs.T, inputs.q.device, within, state)
+        layout = ChunkLayout.of(
+            inputs.packed, inputs.B, inputs.T, inputs.q.device, within, state, keeps=inputs.needs_grad
+        )
         return chunked_gated_delta_rule(
             inputs.q,
             inputs.k,

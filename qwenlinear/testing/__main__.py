@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from qwenlinear import usage
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_from_name
@@ -36,10 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     words = " ".join(sys.argv[1:] if argv is None else argv)
-    written = ["# Conformance", f"    python -m qwenlinear.testing {words}", _environment(args.device)]
+    written = [
+        f"# Conformance on {_place(args.device)}",
+        f"    python -m qwenlinear.testing {words}",
+        _environment(args.device),
+    ]
     loaded: list[object] = []
     passed = True
-    for name in args.kernels.split(","):
+    for name in args.kernels:
         for title, text, report in _sections(name, args):
             passed = passed and report is not None and report.passed
             written.append(f"## {title}\n\n{text}")
@@ -55,17 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qwenlinear.testing", description=__doc__)
+    names = "names, separated by commas, as --qwen-gdn-backend takes them"
+    parser.add_argument("--kernels", type=usage.split(usage.kernel()), default="torch", help=names)
+    parser.add_argument("--device", type=usage.device, default="cpu", help="where the tensors lie (default: cpu)")
+    parser.add_argument("--packings", type=usage.whole(0), default=1000, help="random packings a form (default: 1000)")
     parser.add_argument(
-        "--kernels", default="torch", help="names, separated by commas, as --qwen-gdn-backend takes them"
+        "--heads",
+        type=usage.numbers("H,HV,K,V", ","),
+        action="append",
+        help="H,HV,K,V instead of the default; repeatable",
     )
-    parser.add_argument("--device", default="cpu", help="where the tensors lie (default: cpu)")
+    dtypes = usage.split(usage.dtype("float64", "float32", "bfloat16", "float16"))
     parser.add_argument(
-        "--dtypes", type=_dtypes, help="only these, separated by commas (default: all that are declared)"
+        "--dtypes", type=dtypes, help="only these, separated by commas (default: all that are declared)"
     )
-    parser.add_argument("--packings", type=int, default=1000, help="random packings a form (default: 1000)")
-    parser.add_argument("--heads", type=_heads, action="append", help="H,HV,K,V instead of the default; repeatable")
     parser.add_argument("--layers", action="store_true", help="also check both layers on each kernel, in bfloat16")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop a kernel after this long")
+    parser.add_argument("--seconds", type=usage.positive, default=float("inf"), help="stop a kernel after this long")
     parser.add_argument("--json", type=Path, help="write every case there")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     return parser
@@ -114,29 +124,19 @@ def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tu
     return name, f"{report.table()}{remark}\n\n{time.perf_counter() - start:.0f} s of wall time.", report
 
 
-def _dtypes(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if not isinstance(getattr(torch, name, None), torch.dtype)]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"dtypes need PyTorch's names, such as bfloat16, got {', '.join(unknown)}")
-    return names
-
-
-def _heads(text: str) -> tuple[int, int, int, int]:
-    H, HV, K, V = (int(word) for word in text.split(","))
-    return H, HV, K, V
-
-
 def _packages() -> dict[str, str]:
     installed = {found.metadata["Name"]: found.version for found in distributions()}
     return {name: installed[name] for name in _PACKAGES if name in installed}
 
 
+def _place(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+
+
 def _environment(device: str) -> str:
-    where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     packages = ", ".join(f"{name} {found}" for name, found in _packages().items())
     return (
-        f"On {where}, with {packages}. Each cell is the worst relative error against float64, and in brackets what is "
+        f"On {_place(device)}, with {packages}. Each cell is the worst relative error against float64, and in brackets what is "
         "promised."
     )
 

@@ -24,6 +24,7 @@ from qwenlinear.testing.running import (
     compare,
     execution_of,
     form_of,
+    in_words,
     run,
     same_bits,
     suspect,
@@ -34,12 +35,18 @@ Check = Callable[[GatedDeltaKernel, Case, "torch.device | str"], Errors]
 
 
 class WrongValues(Fault):
-    """An answer outside the kernel's own tolerances."""
+    """An answer outside the kernel's own tolerances.
 
-    def __init__(self, errors: Errors, remark: str = "") -> None:
+    Args:
+        errors: ``{quantity: (relative error, allowed)}``.
+        said: words that replace a relative error, by quantity.
+        remark: what is behind it.
+    """
+
+    def __init__(self, errors: Errors, said: Mapping[str, str], remark: str = "") -> None:
         self.errors = errors
         wrong = [
-            f"{name}: relative error {error:.2g}, allowed {allowed:.2g}"
+            f"{name}: {said.get(name.partition(' in ')[0], f'relative error {error:.2g}, allowed {allowed:.2g}')}"
             for name, (error, allowed) in errors.items()
             if error > allowed
         ]
@@ -71,7 +78,8 @@ def in_place(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -
     """Steps that overwrite the state they start from give the reference of those that do not, and write to nothing else."""
     drawn, step = draw(case, device), form_of(kernel, "step")
     answers = run_in_place(_in_pieces(step, step, case) if case.pieces else step, drawn)
-    return _within(compare(answers, _truth(kernel, drawn), drawn.double(), kernel.tolerances[case.torch_dtype]))
+    truth = _truth(kernel, drawn)
+    return _within(compare(answers, truth, drawn.double(), kernel.tolerances[case.torch_dtype]), answers, truth)
 
 
 def repeat(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:
@@ -103,7 +111,7 @@ def isolation(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) 
     for name, answer in answers.items():
         _sequence(answer, name, case, victim).zero_()
         _sequence(truth[name], name, case, victim).zero_()
-    return _within(compare(answers, truth, wide, kernel.tolerances[case.torch_dtype]))
+    return _within(compare(answers, truth, wide, kernel.tolerances[case.torch_dtype]), answers, truth)
 
 
 def stale(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:
@@ -170,9 +178,8 @@ def packings(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -
         for name, (error, allowed) in errors.items():
             pair = (error, 2 * allowed)  # two runs of the kernel, each within its tolerance of the truth
             if error > pair[1]:
-                raise WrongValues(
-                    {name: pair}, f"in packing {number}, of lengths {list(lengths)}, against separate calls"
-                )
+                where = f"in packing {number}, of lengths {list(lengths)}, against separate calls"
+                raise WrongValues({name: pair}, in_words(answers, expected), where)
             worst[name] = max(worst.get(name, pair), pair)
     return worst
 
@@ -224,12 +231,13 @@ def _truth(kernel: GatedDeltaKernel, drawn: Drawn, cotangents: Drawn | None = No
 def _judged(kernel: GatedDeltaKernel, execution: Execution, drawn: Drawn) -> Errors:
     answers, truth, wide = run(execution, drawn), _truth(kernel, drawn), drawn.double()
     tolerance = kernel.tolerances[drawn.case.torch_dtype]
-    return _within(compare(answers, truth, wide, tolerance), lambda: suspect(answers, truth, wide, tolerance))
+    errors = compare(answers, truth, wide, tolerance)
+    return _within(errors, answers, truth, lambda: suspect(answers, truth, wide, tolerance))
 
 
-def _within(errors: Errors, explain: Callable[[], str] = lambda: "") -> Errors:
+def _within(errors: Errors, answers: Answers, truth: Answers, explain: Callable[[], str] = lambda: "") -> Errors:
     if any(not error <= allowed for error, allowed in errors.values()):
-        raise WrongValues(errors, explain())
+        raise WrongValues(errors, in_words(answers, truth), explain())
     return errors
 
 

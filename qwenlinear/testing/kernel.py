@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import platform
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels.base import GatedDeltaKernel
+from qwenlinear.kernels.hardware import present
 from qwenlinear.kernels.torch_kernel import TorchKernel
 from qwenlinear.testing.cases import Case
 from qwenlinear.testing.checks import CHECKS, WrongValues
@@ -48,7 +52,7 @@ def check_kernel(
         The report; ``report.passed`` is True.
 
     Raises:
-        ValueError: no kernel object.
+        ValueError: no kernel object, or a device that is not there.
         ConformanceError: something failed, or every case was refused; the report is its ``.report``.
 
     Example:
@@ -58,7 +62,7 @@ def check_kernel(
     """
     if not isinstance(kernel, GatedDeltaKernel):
         raise ValueError(f"kernel needs an instance of a GatedDeltaKernel, such as MyKernel(); got {kernel!r}")
-    where = torch.device(device)
+    where = present(device)
     if cases is None:
         cases = generate(kernel, where.type, None if heads is None else tuple(heads), packings)
         look_wider = where.type == "cpu"  # elsewhere an undeclared call may break the device for the whole process
@@ -105,7 +109,14 @@ def run_case(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -
             return [result("failed", f"refused although it is declared: {refused.text}")]
         return [refused, *run_case(kernel, case.but(grad="", loss="both"), device)] if case.grad else [refused]
     except Exception as error:
-        return [result("failed", f"{type(error).__name__}: {error}")]
+        return [result("failed", f"{type(error).__name__}: {error}{_line(kernel, error)}")]
+
+
+def _line(kernel: GatedDeltaKernel, error: Exception) -> str:
+    """The line of the kernel's own module that an exception went through last, to go and look at it."""
+    module = sys.modules.get(type(kernel).__module__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == getattr(module, "__file__", None)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _beyond_declared(kernel: GatedDeltaKernel, error: UnsupportedCall, device: torch.device) -> bool:
@@ -202,7 +213,7 @@ class KernelConformance:
         """One test a case."""
         if "conformance_case" in metafunc.fixturenames:
             heads = None if self.heads is None else tuple(self.heads)
-            cases = list(generate(self.kernel, torch.device(self.device).type, heads, self.packings))
+            cases = list(generate(self.kernel, present(self.device).type, heads, self.packings))
             ids = [f"{case.form}-{case.dtype}-{case.topic}" for case in cases]
             metafunc.parametrize("conformance_case", cases, ids=ids)
 

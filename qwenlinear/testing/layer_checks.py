@@ -17,7 +17,7 @@ from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.gated_delta_net import GatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 from qwenlinear.testing.cases import Case
 from qwenlinear.testing.checks import Errors, WrongValues
-from qwenlinear.testing.running import Answers, Fault, relative_error, same_bits
+from qwenlinear.testing.running import Answers, Fault, in_words, relative_error, same_bits
 
 # What rounding activations between the layer's parts costs besides the kernel (values, gradients).
 _TOLERANCES = {
@@ -82,7 +82,7 @@ def _judged(layer: GatedDeltaNet, case: Case, execution: Execution, plain: Execu
             allowed *= 3
         errors[name] = (relative_error(answers[name], right, 1e-30), allowed)
     if any(not error <= allowed for error, allowed in errors.values()):
-        raise WrongValues(errors)
+        raise WrongValues(errors, in_words(answers, truth))
     return errors
 
 

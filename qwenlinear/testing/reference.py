@@ -26,12 +26,14 @@ def token_by_token(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | PackedSequences | None = None,
+    *,
+    decay: Callable[[Tensor], Tensor] = torch.exp,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule as it is written (Yang et al., arXiv:2412.06464, eq. 10), slow and plain, in the dtype that comes.
 
     Shares no code with any kernel, so that TorchKernel is proven by it.
 
-    Args: those of a kernel call; float64 throughout is expected.
+    Args: those of a kernel call, float64 throughout being expected, and ``decay``: what g does to the state, for known faults.
 
     Returns:
         ``o [B, T, HV, V]`` and the final state ``[N, HV, K, V]`` or None.
@@ -61,16 +63,18 @@ def token_by_token(
             if initial_state is None
             else initial_state[n]
         )
-        o, S = _recurrence(S, *parts)
+        o, S = _recurrence(decay, S, *parts)
         outputs.append(o)
         finals.append(S)
     return torch.cat(outputs, 1), torch.cat(finals) if output_final_state else None
 
 
-def _recurrence(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _recurrence(
+    decay: Callable[[Tensor], Tensor], S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
     outputs = [v[:, :0]]
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        S = torch.exp(g_t)[..., None, None] * S
+        S = decay(g_t)[..., None, None] * S
         remembered = (S * k_t[..., None]).sum(-2)
         written = beta_t[..., None] * (v_t - remembered)
         S = S + k_t[..., None] * written[..., None, :]
@@ -89,15 +93,17 @@ class KnownFault:
         text: what a kernel with this fault does.
         before: changes the arguments of the call.
         after: changes the final state.
+        decay: what it multiplies the state by, of g.
     """
 
     text: str
     before: Callable[[Arguments], Arguments] = lambda arguments: arguments
     after: Callable[[Tensor], Tensor] = lambda state: state
+    decay: Callable[[Tensor], Tensor] = torch.exp
 
     def __call__(self, **arguments: Any) -> tuple[Tensor, Tensor | None]:
         """The wrong answer."""
-        o, final = token_by_token(**self.before(arguments))
+        o, final = token_by_token(**self.before(arguments), decay=self.decay)
         return o, None if final is None else self.after(final)
 
 
@@ -133,7 +139,9 @@ KNOWN_FAULTS = (
     KnownFault("scale ignored", lambda a: {**a, "scale": 1.0}),
     KnownFault("scale always K**-0.5", lambda a: {**a, "scale": None}),
     KnownFault("scale applied twice", lambda a: {**a, "scale": _default_scale(a) ** 2}),
-    KnownFault("decay ignored", _changing("g", lambda x, _: torch.zeros_like(x))),
+    KnownFault("decay ignored: the state never fades", _changing("g", lambda x, _: torch.zeros_like(x))),
+    KnownFault("exp of g forgotten: the state multiplied by g itself", decay=lambda g: g),
+    KnownFault("decay taken as 1 + g instead of exp(g)", decay=lambda g: 1 + g),
     KnownFault("decay in base 2 instead of e", _changing("g", lambda x, _: x * 0.6931471805599453)),
     KnownFault("decay applied twice", _changing("g", lambda x, _: 2 * x)),
     KnownFault("decay with the wrong sign", _changing("g", lambda x, _: -x)),

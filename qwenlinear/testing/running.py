@@ -115,7 +115,7 @@ def compare(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
         tolerance: the kernel's own.
 
     Returns:
-        ``{name: (error, allowed)}``; not-a-number anywhere is an infinite error.
+        ``{name: (error, allowed)}``; not-a-number anywhere is an infinite error (`in_words` says where).
     """
     smallest = torch.finfo(torch.float64 if drawn.case.dtype == "float64" else torch.float32).tiny
     errors = {}
@@ -168,6 +168,8 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
     Returns:
         A few words, or ``""``.
     """
+    if not all(answer.isfinite().all() for answer in answers.values()):
+        return _OVERFLOW if drawn.case.gates in ("strong", "mixed", "reset") else ""
     outputs = {name: answer for name, answer in answers.items() if not name.startswith("gradient")}
     plain = Drawn(drawn.case.but(grad=""), drawn.bases, drawn.d_output, drawn.d_state, drawn.cu_seqlens)
 
@@ -180,7 +182,38 @@ def suspect(answers: Answers, truth: Answers, drawn: Drawn, tolerance: Tolerance
     for fault in KNOWN_FAULTS:
         if explained(run(execution_of(fault), plain)):
             return f"this is what a kernel gives with {fault.text}"
-    return ""
+    return _CANCELLED if drawn.case.gates == "mixed" else ""
+
+
+# What is mostly behind a failure with such decays, where nothing more certain is known.
+_OVERFLOW = "mostly exp of a positive sum of decays overflows: mask what is above the diagonal before exp, not after"
+_CANCELLED = (
+    "mostly differences of cumulative sums lose small decays that stand beside one of -1e4: "
+    "sum in float64, or each span by itself"
+)
+
+
+def in_words(answers: Answers, truth: Answers) -> dict[str, str]:
+    """What a relative error can't say: where an answer holds NaN or infinities, or which shape it has instead of the right one.
+
+    Args:
+        answers: of the kernel.
+        truth: what they should be.
+
+    Returns:
+        A few words for each answer of that kind, by name.
+    """
+    said = {}
+    for name, right in truth.items():
+        answer = answers[name]
+        if answer.shape != right.shape:
+            said[name] = f"shape {list(answer.shape)} instead of {list(right.shape)}"
+        elif not answer.isfinite().all():
+            kinds = {"NaN": answer.isnan(), "infinite": answer.isinf()}
+            counts = " and ".join(f"{int(found.sum())} {kind}" for kind, found in kinds.items() if found.any())
+            first = (~answer.isfinite()).nonzero()[0].tolist()
+            said[name] = f"{counts} among {answer.numel()} values, the first at {first} of {list(answer.shape)}"
+    return said
 
 
 @contextmanager

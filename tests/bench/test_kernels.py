@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
-from qwenlinear import TorchKernel, cli
-from qwenlinear.bench import kernels, kernels_report, worker
-from qwenlinear.bench.cases import Case, parse_heads, parse_packed, sample
+from qwenlinear import TorchKernel, cli, usage
+from qwenlinear.bench import kernels, kernels_report, session, worker
+from qwenlinear.bench.cases import Case, sample
 from qwenlinear.bench.contenders import NAMES, OfKernel, contender
 from qwenlinear.bench.gate import check
 from qwenlinear.bench.overhead import measure
@@ -122,7 +122,7 @@ def test_a_wrong_kernel_is_not_timed(tmp_path) -> None:
 
 def test_a_run_stops_at_its_limit(tmp_path) -> None:
     _, results = _run(
-        tmp_path, "--tokens", "20", "--packed", "--parts", "times", "--contenders", "torch", "--limit", "0"
+        tmp_path, "--tokens", "20", "--packed", "--parts", "times", "--contenders", "torch", "--limit", "1e-9"
     )
     assert results["times"] == []
     assert results["errors"]["limit"].startswith("stopped before T=20")
@@ -161,8 +161,8 @@ def test_own_python_is_measured_with_a_kernel_that_returns_at_once() -> None:
 
 
 def test_shapes_and_names() -> None:
-    assert parse_heads("16/32") == (16, 32)
-    assert parse_packed("64x32") == (64, 32)
+    assert usage.numbers("H/HV", "/")("16/32") == (16, 32)
+    assert usage.numbers("NxL", "x")("64x32") == (64, 32)
     inputs = sample(Case(3, 5, 1, 2, 4, 6), CPU, torch.bfloat16)
     assert inputs.v.shape == (1, 15, 2, 6)
     assert inputs.g.dtype == torch.float32
@@ -183,7 +183,7 @@ def test_tables_without_rich_are_markdown(tmp_path, monkeypatch, capsys) -> None
 
 def test_the_command_is_kept_without_this_machines_folder() -> None:
     words = ["bench", "kernels", "--out", "/somewhere/here", "--rounds", "3"]
-    assert kernels._command(words) == "qwenlinear bench kernels --rounds 3"
+    assert session.command(words) == "qwenlinear bench kernels --rounds 3"
 
 
 def test_every_part_has_a_name() -> None:

@@ -52,8 +52,3 @@ def test_the_batch_is_the_documents() -> None:
         logits = torch.cat([untouched(part, use_cache=False).logits for part in ids.split(4, 1)], 1)
     want = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
     assert facts["loss"] == pytest.approx(want.item(), rel=1e-5)
-
-
-def test_documents_have_to_divide_the_tokens() -> None:
-    with pytest.raises(ValueError, match="multiple of --documents"):
-        cli.main(["bench", "model", "--tiny", "--device", "cpu", "--tokens", "10", "--documents", "3"])

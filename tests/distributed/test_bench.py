@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from qwenlinear.bench import guard_report
+from qwenlinear.bench import guard, guard_report, guard_worker
 from qwenlinear.cli import main
 
 
@@ -24,6 +25,11 @@ def test_bench_guard_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
     text = (tmp_path / "guard-gloo.md").read_text()
     assert "| all_reduce | 3 |" in text
     assert text.strip() in capsys.readouterr().out
+
+
+def test_the_names_to_choose_from_are_those_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_worker.dist, "get_rank", lambda: 0)
+    assert tuple(guard_worker.collectives(2, torch.device("cpu"), 4)) == guard.COLLECTIVES
 
 
 def test_a_part_that_runs_past_the_limit_is_reported(tmp_path: Path) -> None:

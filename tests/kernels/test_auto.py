@@ -211,11 +211,29 @@ def test_explain_shows_accepted_and_rejected():
         "    Recording(name='x'): runs, but comes later",
         "    TorchKernel(): runs, but comes later",
         "  step: goes to Recording(name='x')",
-        "    ChunkOnly(): refused",
-        "      - [form] needs the recurrent form; got a kernel without it; call the kernel itself, which runs in chunks",
+        "    ChunkOnly(): refused: [form] needs the recurrent form; got a kernel without it; "
+        "call the kernel itself, which runs in chunks",
         "    Recording(name='x'): runs",
         "    TorchKernel(): runs, but comes later",
     ]
+
+
+def test_explain_counts_what_a_line_leaves_out_and_says_where_it_is():
+    inputs = call(T=3, K=4, initial_state=torch.zeros(1, 4, 4, 8))
+    kernel = AutoKernel([Recording("first", longest=2), ChunkOnly(), TorchKernel()])
+    assert kernel.explain(**inputs).splitlines()[2:4] == [
+        "    Recording(name='first'): refused: [length] needs T <= 2; got T=3; shorten it",
+        "    ChunkOnly(): refused: [key_head_size] needs K in [8]; got K=4; use another kernel for this model "
+        "(+1 more: candidates[1].explain)",
+    ]
+    assert "- [initial_state] needs no initial_state" in kernel.candidates[1].explain(**inputs)
+
+
+def test_explain_has_every_reason_where_no_candidate_runs():
+    inputs = call(T=3, K=4, initial_state=torch.zeros(1, 4, 4, 8))
+    text = AutoKernel([Recording("first", longest=2), ChunkOnly()]).explain(**inputs)
+    assert "chunk: no candidate runs it" in text
+    assert all(str(refusal) in text for refusal in ChunkOnly().refusals(**inputs))
 
 
 def test_a_choice_is_logged_once_at_info(caplog):
@@ -343,6 +361,18 @@ def test_a_module_that_fails_to_import_says_how(mocker):
     mocker.patch.object(auto.importlib, "import_module", side_effect=broken)
     with pytest.raises(ValueError, match="broken_kernels that imports, got OSError: libcudart"):
         kernel_from_name("broken_kernels:Fast")
+
+
+def test_a_module_of_the_current_folder_is_pointed_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"; put its folder on Python's path \(PYTHONPATH=. for the current one\)"):
+        kernel_from_name("kernel_made_here:Fast")
+    (tmp_path / "kernel_made_here.py").write_text("import a_library_that_is_missing\n")
+    with pytest.raises(ValueError, match=r"is here, but not on Python's path: run with PYTHONPATH=.$"):
+        kernel_from_name("kernel_made_here:Fast")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"No module named 'a_library_that_is_missing'$"):
+        kernel_from_name("kernel_made_here:Fast")
 
 
 def parse(*words):

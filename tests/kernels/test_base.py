@@ -283,6 +283,51 @@ def test_declarations_are_checked_when_the_class_is_made() -> None:
         GatedDeltaKernel()
 
 
+@pytest.mark.parametrize(
+    ("field", "error", "words"),
+    [
+        ({"dtypes": torch.float32}, TypeError, r"dtypes needs a set of dtypes, .*got torch.float32"),
+        ({"dtypes": [torch.float32]}, TypeError, "dtypes needs a set"),
+        ({"dtypes": {"float32"}}, TypeError, "dtypes needs a set"),
+        ({"devices": "cuda"}, TypeError, r"devices needs a set of strs, such as frozenset\({'cuda'}\); got 'cuda'"),
+        ({"devices": {torch.device("cpu")}}, TypeError, "devices needs a set"),
+        ({"chunk": 1}, TypeError, "chunk needs True or False, got 1"),
+        ({"packed": None}, TypeError, "packed needs True or False"),
+        ({"key_head_sizes": 128}, TypeError, "key_head_sizes needs None for any size or a container of ints"),
+        ({"value_head_sizes": "128"}, TypeError, "value_head_sizes needs None"),
+        ({"state_layout": "KV"}, ValueError, "state_layout needs 'kv' or 'vk', got 'KV'"),
+        ({"dense": False}, ValueError, "packed=True where dense=False"),
+    ],
+)
+def test_a_wrong_declaration_names_its_field(field: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        KernelCapabilities(**{"dtypes": FLOAT32, **field})
+
+
+def test_tolerances_are_numbers_by_dtype() -> None:
+    with pytest.raises(TypeError, match="gradient needs a relative error such as 1e-5, got None"):
+        Tolerance(1e-5, 1e-5, None)
+    declared = KernelCapabilities(dtypes=FLOAT32)
+    for wrong in (1e-5, {torch.float32: 1e-5}):
+        with pytest.raises(TypeError, match=r"K needs tolerances = {dtype: Tolerance\(...\)}"):
+            type("K", (GatedDeltaKernel,), {"capabilities": declared, "tolerances": wrong})
+
+
+@pytest.mark.parametrize("form", ["chunk", "step"])
+@pytest.mark.parametrize(("keep", "got"), [(0, "Tensor"), (slice(0, 1), "1 values"), (slice(1, 1), "0 values")])
+def test_a_kernel_that_returns_no_pair_is_told_so(form: str, keep: int | slice, got: str) -> None:
+    class Wrong(Spy):
+        def _chunk(self, inputs):  # type: ignore[no-untyped-def]
+            return super()._chunk(inputs)[keep]
+
+        def _step(self, inputs):  # type: ignore[no-untyped-def]
+            return super()._step(inputs)[keep]
+
+    call = random_call(2, 12, dtype=torch.float32)  # o of two rows would unpack into two values
+    with pytest.raises(TypeError, match=rf"a pair \(o, final_state or None\) from _{form}, got {got}"):
+        (Wrong() if form == "chunk" else Wrong().step)(**call)
+
+
 @pytest.mark.parametrize("wrong", ["shape", "dtype", "no state"])
 def test_a_kernel_that_returns_something_else_is_told_what_it_owes(wrong: str) -> None:
     class Wrong(Spy):

@@ -46,7 +46,9 @@ def test_blocks_change_no_value(
 
 
 def test_a_block_stays_small_however_long_the_sequence_is() -> None:
-    layout = chunk_layout.ChunkLayout.of(None, 1, 65_536, torch.device("cpu"), row_bytes=10**6, state_bytes=10**6)
+    layout = chunk_layout.ChunkLayout.of(
+        None, 1, 65_536, torch.device("cpu"), row_bytes=10**6, state_bytes=10**6, keeps=False
+    )
     (group,) = layout.groups
     assert sum(sum(block.counts) for block in group.blocks) * layout.size == 65_536
     assert max(block.rows for block in group.blocks) <= chunk_layout._budget(torch.device("cpu")) // 10**6
@@ -54,14 +56,28 @@ def test_a_block_stays_small_however_long_the_sequence_is() -> None:
 
 def test_many_documents_are_taken_in_groups() -> None:
     packed = PackedSequences.from_lengths([1, 2] * 1500)
-    layout = chunk_layout.ChunkLayout.of(packed, 1, 4500, torch.device("cpu"), row_bytes=10**5, state_bytes=10**5)
+    layout = chunk_layout.ChunkLayout.of(
+        packed, 1, 4500, torch.device("cpu"), row_bytes=10**5, state_bytes=10**5, keeps=False
+    )
     assert len(layout.groups) > 1
     assert sum(group.number for group in layout.groups) == 3000
 
 
 def test_documents_of_one_length_are_a_dense_batch() -> None:
     packed = PackedSequences.from_lengths([32] * 64)
-    layout = chunk_layout.ChunkLayout.of(packed, 1, 2048, torch.device("cpu"), row_bytes=10**6, state_bytes=10**6)
+    layout = chunk_layout.ChunkLayout.of(
+        packed, 1, 2048, torch.device("cpu"), row_bytes=10**6, state_bytes=10**6, keeps=False
+    )
     assert layout.shape == (64, 32)
     x = torch.empty(1, 2048, 3)
     assert layout.fold(x).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 4), (4096, 5), (16_384, 8)])
+def test_blocks_that_keep_their_state_are_smaller_for_short_sequences(tokens: int, rows: int) -> None:
+    budget = chunk_layout._budget(torch.device("cpu"))
+    shapes = {"row_bytes": budget // 15, "state_bytes": budget // 15}
+    for keeps, expected in ((True, rows), (False, 8)):
+        layout = chunk_layout.ChunkLayout.of(None, 1, tokens, torch.device("cpu"), **shapes, keeps=keeps)
+        assert layout.size == 32
+        assert max(block.rows for block in layout.groups[0].blocks) == expected

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qwenlinear.kernels import DeltaRuleInputs, GatedDeltaKernel, PackedSequences, TorchKernel
 from qwenlinear.kernels.lowering import Answer
+from qwenlinear.testing.reference import token_by_token
 
 BROKEN: dict[type[GatedDeltaKernel], tuple[str, ...]] = {}
 
@@ -141,6 +142,28 @@ class DecaySign(_Changed):
 class DecayInBaseTwo(_Changed):
     def _before(self, inputs):
         return replace(inputs, g=inputs.g * 0.6931471805599453)
+
+
+@broken("exp of g forgotten")
+class ExpForgotten(_Changed):
+    def _chunk(self, inputs):
+        if inputs.packed is not None:
+            return super()._chunk(inputs)
+        rest = (inputs.scale, inputs.initial_state, inputs.output_final_state, inputs.use_qk_l2norm_in_kernel)
+        o, final = token_by_token(*(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta), *rest, decay=lambda g: g)
+        return o.to(inputs.q.dtype), final
+
+
+@broken("decay ignored")
+class NeverDecays(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=torch.zeros_like(inputs.g))
+
+
+@broken("1 + g")
+class DecayLinearised(_Changed):
+    def _before(self, inputs):
+        return replace(inputs, g=(1 + inputs.g).clamp(min=1e-30).log())
 
 
 @broken("decay", "after the write")

@@ -17,7 +17,7 @@ from qwenlinear.testing.cases import draw
 from qwenlinear.testing.checks import CHECKS, reference_of
 from qwenlinear.testing.generate import generate, head_configurations
 from qwenlinear.testing.reference import token_by_token
-from qwenlinear.testing.running import compare, execution_of, relative_error, run
+from qwenlinear.testing.running import compare, execution_of, in_words, relative_error, run
 from tests.testing.broken_kernels import BetaTwice, GradientOfGDropped, Raises, ScaleForgotten
 
 
@@ -136,6 +136,58 @@ def test_an_exception_from_the_kernel_is_a_failure() -> None:
         check_kernel(Raises())
 
 
+def test_an_exception_says_which_line_of_the_kernel_it_came_through() -> None:
+    with pytest.raises(ConformanceError, match=r"out of registers \(broken_kernels.py, line \d+\)"):
+        check_kernel(Raises())
+
+
+class NotFinite(TorchKernel):
+    """NaN from token 60 on and one infinity, where decays are strong."""
+
+    def _chunk(self, inputs):
+        o, final = super()._chunk(inputs)
+        if (inputs.g < -20).any():
+            o = torch.cat([o[:, :60], torch.full_like(o[:, 60:], torch.nan)], 1)
+            o[0, 3, 1, 2] = torch.inf
+        return o, final
+
+
+def test_what_is_not_finite_is_counted_and_placed_and_the_likely_cause_named() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_kernel(NotFinite(), cases=[Case("gates strong", T=130, gates="strong")])
+    assert str(caught.value).splitlines()[1] == (
+        "gates strong: output: 2240 NaN and 1 infinite among 4160 values, the first at [0, 3, 1, 2] of [1, 130, 2, 16]; "
+        "mostly exp of a positive sum of decays overflows: mask what is above the diagonal before exp, not after"
+    )
+    assert caught.value.report.failures[0].errors["output"] == (math.inf, 1e-5)
+
+
+def test_what_replaces_a_relative_error() -> None:
+    answers = {"output": torch.tensor([1.0, -math.inf]), "gradient of q": torch.zeros(2), "final state": torch.ones(1)}
+    truth = {"output": torch.ones(2), "gradient of q": torch.zeros(2, 1), "final state": torch.ones(1)}
+    assert in_words(answers, truth) == {
+        "output": "1 infinite among 2 values, the first at [1] of [2]",
+        "gradient of q": "shape [2] instead of [2, 1]",
+    }
+
+
+def test_lost_small_decays_are_suspected() -> None:
+    with pytest.raises(ConformanceError, match="differences of cumulative sums lose small decays"):
+        check_kernel(SmallDecaysLost(), cases=[Case("gates mixed", T=130, gates="mixed")])
+
+
+class SmallDecaysLost(TorchKernel):
+    def _chunk(self, inputs):
+        sums = torch.cat([torch.zeros_like(inputs.g[:, :1]), inputs.g.cumsum(1)], 1)
+        return super()._chunk(replace(inputs, g=sums.diff(dim=1)))
+
+
+@pytest.mark.parametrize("device", ["meta", "no such device", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_said_before_any_case(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device needs one that PyTorch can compute on here, got '{device}'"):
+        check_kernel(TorchKernel(), device)
+
+
 def test_a_dropped_gradient_is_named() -> None:
     with pytest.raises(ConformanceError, match="gradient of g: no gradient comes back to g"):
         check_kernel(GradientOfGDropped())
@@ -222,7 +274,7 @@ def test_the_command_writes_what_it_found(tmp_path, capsys) -> None:
     options = ["--heads", "1,2,8,8", "--packings", "5", "--seconds", "2", "--markdown", str(page), "--json", str(data)]
     assert main(["--kernels", "torch,fla", *options]) == 1  # FLA needs a GPU, and two seconds are too few
     text, loaded = page.read_text(), json.loads(data.read_text())
-    assert text.startswith("# Conformance")
+    assert text.startswith("# Conformance on cpu\n")
     assert "| chunk, float32 |" in text
     assert "cases were not run: the limit of 2 s" in text
     assert "Not run here. FLAKernel() cannot run on cpu" in text

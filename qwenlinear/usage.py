@@ -1,0 +1,114 @@
+"""Words of a command line, checked while it is parsed: a bad one is a usage error and nothing has run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from qwenlinear.kernels.auto import kernel_from_name
+from qwenlinear.kernels.hardware import present
+
+
+class UsageError(ValueError):
+    """Options that do not go together, or not with this machine; the command line shows it under the usage and exits with 2."""
+
+
+def device(word: str) -> str:
+    """A device that PyTorch can compute on here."""
+    return _told(lambda: str(present(word)))
+
+
+def device_name(word: str) -> str:
+    """A device that PyTorch knows, here or elsewhere."""
+    try:
+        return str(torch.device(word))
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"needs a device such as cpu or cuda:0, got {word!r}") from error
+
+
+def dtype(*names: str) -> Callable[[str], str]:
+    """The name of a floating dtype, one of ``names`` where some are given."""
+
+    def parse(word: str) -> str:
+        found = getattr(torch, word, None)
+        if (names and word not in names) or not (isinstance(found, torch.dtype) and found.is_floating_point):
+            needs = f"one of {', '.join(names)}" if names else "the name of a floating torch dtype"
+            raise argparse.ArgumentTypeError(f"needs {needs}, got {word!r}")
+        return word
+
+    return parse
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A whole number, no smaller than ``least``."""
+
+    def parse(word: str) -> int:
+        try:
+            number = int(word)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, got {word!r}")
+        return number
+
+    return parse
+
+
+def positive(word: str) -> float:
+    """A number above zero."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"needs a number above 0, got {word!r}")
+    return number
+
+
+def numbers(form: str, separator: str, least: int = 1) -> Callable[[str], tuple[int, ...]]:
+    """As many whole numbers as ``form`` has, such as ``"H/HV"``, as a tuple."""
+
+    def parse(word: str) -> tuple[int, ...]:
+        try:
+            found = tuple(map(int, word.split(separator)))
+        except ValueError:
+            found = ()
+        if len(found) != len(form.split(separator)) or min(found) < least:
+            raise argparse.ArgumentTypeError(f"needs {form}, whole numbers of at least {least}, got {word!r}")
+        return found
+
+    return parse
+
+
+def kernel(*others: str) -> Callable[[str], str]:
+    """The name of a kernel, as ``kernel_from_name`` takes it, or one of ``others``."""
+
+    def parse(word: str) -> str:
+        if word not in others:
+            _told(lambda: kernel_from_name(word))
+        return word
+
+    return parse
+
+
+def file(word: str) -> Path:
+    """A file that is there."""
+    if not Path(word).is_file():
+        raise argparse.ArgumentTypeError(f"needs a file, got {word!r}")
+    return Path(word)
+
+
+def split(parse: Callable[[str], str]) -> Callable[[str], Sequence[str]]:
+    """Words separated by commas."""
+    return lambda words: [parse(word) for word in words.split(",")]
+
+
+def _told(call: Callable[[], object]) -> str:
+    """A ValueError's own words instead of argparse's "invalid value"."""
+    try:
+        return str(call())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
