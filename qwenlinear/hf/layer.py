@@ -156,17 +156,19 @@ def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: Packed
     if past is not None and recurrent_state is not None and _in_place(layer, kernel, x, recurrent_state):
         return _decode(layer, injection, x, cache, past, recurrent_state)
     parts = project(layer, c, x)
+    z, columns = parts.z, None if cache is None else parts.qkv
     with without_autocast(x.device), _hooks_fired(layer.conv1d, layer.norm):
-        state = None if past is None else past.to(parts.qkv.dtype)
-        given, _ = prepare(c, parts, _weights(layer), state, packed=packed)
+        given, _ = prepare(c, parts, _weights(layer), past, packed=packed)
+        del parts  # nobody but a cache needs q, k and v as projected any more
         initial = None if recurrent_state is None else recurrent_state.to(state_dtype(given.q.dtype))
         decodes = cache is not None and x.shape[1] == 1
         o, final_state = recur(kernel, given, initial, cache is not None, packed, decodes)
-        o = epilogue(o, parts.z, layer.norm.weight, c.rms_norm_eps)
+        o = epilogue(o, z, layer.norm.weight, c.rms_norm_eps)
     output: Tensor = layer.out_proj(o.flatten(2))
     if cache is not None:
         assert final_state is not None
-        write_states(cache, layer.layer_idx, parts.qkv, past, final_state, width)
+        assert columns is not None
+        write_states(cache, layer.layer_idx, columns, past, final_state, width)
     return output
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,9 @@ class GatedDeltaNetCache:
     _layer: weakref.ref[object] | None  # which layer filled it
     _own: tuple[Tensor, Tensor] | None  # states that nobody's graph reaches
     _torn: bool  # a call failed while it was writing
+    _agreed: (
+        tuple[object, torch.dtype] | None
+    )  # the kernel and activations' dtype that were asked about these very states
 
     def __init__(self) -> None:
         self.reset()
@@ -58,6 +61,7 @@ class GatedDeltaNetCache:
         self._layer = None
         self._own = None
         self._torn = False
+        self._agreed = None
 
     def check_layer(self, layer: object) -> None:
         """Refuse another layer's states: they would fit, and be wrong.
@@ -102,6 +106,20 @@ class GatedDeltaNetCache:
             return "its states are of inference mode, and the call is not"
         return None
 
+    def agreed(self, kernel: object, dtype: torch.dtype, ask: Callable[[], None]) -> None:
+        """Ask a kernel once, and not for each token, whether it takes a step from these states.
+
+        Args:
+            kernel: whom to ask; its answer rests on nothing that changes while the states are the same tensors.
+            dtype: of the activations.
+            ask: raises where it refuses.
+        """
+        if torch.compiler.is_compiling():
+            ask()
+        elif self._agreed is None or self._agreed[0] is not kernel or self._agreed[1] != dtype:
+            ask()
+            self._agreed = (kernel, dtype)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Around the writes of a call in place: what fails in between leaves states that nobody may go on from."""
@@ -136,9 +154,10 @@ class GatedDeltaNetCache:
         conv, recurrent = self.conv_state, self.recurrent_state
         fresh = conv is not None and recurrent is not None and not (conv.requires_grad or recurrent.requires_grad)
         self._own = (conv, recurrent) if fresh else None  # type: ignore[assignment]
+        self._agreed = None
 
     def __getstate__(self) -> dict[str, object]:  # a saved cache fits any layer of its shapes
-        return {**self.__dict__, "_layer": None}
+        return {**self.__dict__, "_layer": None, "_agreed": None}
 
     def reorder(self, index: Tensor) -> None:
         """Keep, drop or repeat sequences, as beam search does: row i becomes what row ``index[i]`` was.

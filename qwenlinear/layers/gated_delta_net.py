@@ -128,10 +128,12 @@ class GatedDeltaNet(nn.Module, ABC):
         if padding is not None:
             hidden_states = padding.align(hidden_states)
         parts = self._project(hidden_states)
+        z = parts.z
         with without_autocast(hidden_states.device):  # states, gates and norms stay float32: only projections are cast
             given, conv_state = self._prepare_kernel(parts, call, cached)
+            del parts  # nobody needs q, k and v as projected any more
             o, recurrent_state = recur(self.kernel, given, call.recurrent_state, cached, call.packed, call.decodes)
-            o = self.norm(o, parts.z)
+            o = self.norm(o, z)
         output: Tensor = self.out_proj(o.flatten(2))
         if padding is not None:
             output = padding.restore(output)
@@ -167,7 +169,7 @@ class GatedDeltaNet(nn.Module, ABC):
         assert conv_state is not None
         assert recurrent_state is not None
         token = project_token(self, self.config, hidden_states)
-        check_step(self.kernel, token, recurrent_state)
+        cache.agreed(self.kernel, token.q.dtype, lambda: check_step(self.kernel, token, recurrent_state))
         with cache.writing():
             with without_autocast(hidden_states.device):
                 o = decode_in_place(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,9 +24,16 @@ class CompileSafe(TorchKernel):
         return self._step(inputs)
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
 @pytest.fixture
 def compiled(make_layer):
-    torch._dynamo.reset()
     layer = make_layer(CompileSafe())
     return layer, torch.compile(layer, fullgraph=True, backend="aot_eager")
 
@@ -64,7 +73,6 @@ def test_decoding_in_place(compiled) -> None:
 
 
 def test_a_kernel_that_does_not_declare_it_says_so(make_layer) -> None:
-    torch._dynamo.reset()
     layer = make_layer()
     with pytest.raises(Exception, match="a kernel that does not declare compile_safe"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(rand(1, 4, 32))

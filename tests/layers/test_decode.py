@@ -347,3 +347,24 @@ def test_the_kernel_gets_one_token_in_place(make_layer, recording_kernel) -> Non
     assert (inputs.q.shape, inputs.v.shape, inputs.g.shape) == ((3, 1, 2, 8), (3, 1, 4, 8), (3, 1, 4))
     assert inputs.use_qk_l2norm_in_kernel  # the operators run in PyTorch here, so the kernel normalises
     assert all(x.is_contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
+
+
+@torch.no_grad()
+def test_a_kernel_is_asked_once_and_again_when_it_is_another(make_layer) -> None:
+    class Asked(TorchKernel):
+        asked = 0
+
+        def refusals(self, *arguments, **options):
+            self.asked += 1
+            return super().refusals(*arguments, **options)
+
+    layer = make_layer(Asked())
+    cache = filled(layer)
+    for _ in range(3):
+        layer(rand(2, 1, 32), cache=cache)
+    assert layer.kernel.asked == 1
+    layer.kernel = Asked()
+    layer(rand(2, 1, 32), cache=cache)
+    layer(rand(2, 2, 32), cache=cache)  # leaves new states
+    layer(rand(2, 1, 32), cache=cache)
+    assert layer.kernel.asked == 2
