@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import guard_checks
 import torch
 import torch.distributed as dist
+from group_ops import OPS, outcome, plain
 
 from qwenlinear.distributed import Collective, CommMemoryPolicy, GuardedProcessGroup
 
@@ -134,14 +134,14 @@ def equal_bare_and_guarded(rank: int, size: int) -> dict[str, str]:
     bare = dist.new_group(list(range(size)))
     guard = GuardedProcessGroup.wrap(dist.new_group(list(range(size))), CommMemoryPolicy(interval=0))
     report = {}
-    for name, (op, _) in guard_checks.OPS.items():
+    for name, (op, _) in OPS.items():
         if name in GLOO_ONLY or name in POINT_TO_POINT:
             continue
         for async_op in (False, True):
-            expected = guard_checks._outcome(op, bare, rank, size, async_op)
-            got = guard_checks._outcome(op, guard, rank, size, async_op)
+            expected = outcome(op, bare, rank, size, async_op)
+            got = outcome(op, guard, rank, size, async_op)
             torch.cuda.synchronize()
-            same = guard_checks.plain(got) == guard_checks.plain(expected)
+            same = plain(got) == plain(expected)
             assert same or got[0] == expected[0] != "value", f"{name} async={async_op}: {got} is not {expected}"
             report[name] = expected[0]
     assert sum(s.checks for s in guard.stats().values()) == sum(s.calls for s in guard.stats().values())
