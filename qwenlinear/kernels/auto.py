@@ -161,6 +161,7 @@ def _union(declared: list[KernelCapabilities]) -> KernelCapabilities:
         value_head_sizes=_sizes([capabilities.value_head_sizes for capabilities in declared]),
         state_layout="kv",  # a candidate that wants another is lowered by itself
         deterministic=all(capabilities.deterministic for capabilities in declared),
+        isolated_gradients=all(capabilities.isolated_gradients for capabilities in declared if capabilities.backward),
         compile_safe=all(capabilities.compile_safe for capabilities in declared),
         **{name: any(getattr(capabilities, name) for capabilities in declared) for name in _ABILITIES},
     )

@@ -40,6 +40,7 @@ class KernelCapabilities:
         strided: strided tensors run as they are; otherwise lowered by copying.
         state_layout: ``"kv"`` for states ``[N, HV, K, V]``; ``"vk"`` for ``[N, HV, V, K]``, lowered by transposing.
         deterministic: repeated calls are bitwise equal, gradients too.
+        isolated_gradients: not-a-number in one packed document reaches no other one's gradients; outputs and states it never may.
         compile_safe: ``torch.compile(fullgraph=True)`` goes through; otherwise compiled code leaves its graph for a call.
 
     Raises:
@@ -71,6 +72,7 @@ class KernelCapabilities:
     strided: bool = False
     state_layout: Literal["kv", "vk"] = "kv"
     deterministic: bool = False
+    isolated_gradients: bool = False
     compile_safe: bool = False
 
     def __post_init__(self) -> None:

@@ -31,6 +31,9 @@ class FLAKernel(GatedDeltaKernel):
     dispatcher, so this kernel is FLA's code everywhere. FLA is imported at the first call that nothing else refuses.
     Before a CUDA graph is captured, run the call once with the same :class:`PackedSequences`.
 
+    Not-a-number in one packed document may reach the gradients of another (seen on an H200 with FLA 0.6.0 and its TileLang
+    backward, which multiplies a neighbour's rows by zero): `isolated_gradients` is not declared. Outputs stay apart.
+
     Args:
         hardware: reads what a device is; None reads this machine. Tests pass a fake.
 

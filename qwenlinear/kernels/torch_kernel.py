@@ -51,6 +51,7 @@ class TorchKernel(GatedDeltaKernel):
         qk_l2norm=True,
         strided=True,
         deterministic=True,
+        isolated_gradients=True,
     )
     tolerances = {
         torch.float64: Tolerance(output=1e-11, state=1e-11, gradient=1e-9),

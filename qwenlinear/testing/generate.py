@@ -178,7 +178,8 @@ class _Generator:
         for boundaries in ("int32", "int64"):
             yield full.but(topic=f"boundaries in {boundaries}", lengths=(5, 0, 12), boundaries=boundaries)
         yield full.but(topic="packed equals separate", check="separate", lengths=(3, 0, 70))
-        yield full.but(topic="packed documents kept apart", check="isolation", lengths=(20, 30, 70, 1))
+        grad = full.grad if self.capabilities.isolated_gradients else ""
+        yield full.but(topic="packed documents kept apart", check="isolation", lengths=(20, 30, 70, 1), grad=grad)
         yield full.but(topic="boundaries rewritten in place", check="stale", lengths=(4, 6, 9), boundaries="int32")
         for layout in ("strided", "expanded"):
             yield full.but(topic=f"{layout} packed inputs", layout=layout, lengths=(5, 0, 70))

@@ -155,7 +155,7 @@ def widened(capabilities: KernelCapabilities, device_type: str) -> Iterator[tupl
         "packed",
         "value_head_groups",
     )
-    for name in (*names, "dense", "empty_sequences", "qk_l2norm", "strided", "deterministic"):
+    for name in (*names, "dense", "empty_sequences", "qk_l2norm", "strided", "deterministic", "isolated_gradients"):
         if not getattr(capabilities, name) and getattr(capabilities, forms.get(name, "chunk"), True):
             yield name, {name: True}
     for name in ("key_head_sizes", "value_head_sizes"):
