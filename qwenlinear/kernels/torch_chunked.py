@@ -100,7 +100,7 @@ def _forward_block(
     outs = block.steps(out.unflatten(2, (H, G))) if buffer is None else buffer.unflatten(1, (H, G)).split(block.counts)
     values = block.steps(call.grouped_v, call.g.dtype)
     scratch = None
-    for step, o, v in zip(steps(block, chunks, both), outs, values, strict=True):
+    for step, o, v in zip(steps(block, chunks, both, V), outs, values, strict=True):
         if scratch is None or scratch.n != step.n:
             scratch = _Scratch(step.kq, step.n, H, G, V)
         if S is None:

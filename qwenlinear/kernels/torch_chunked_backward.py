@@ -34,7 +34,7 @@ def _replay(call: Call, block: Block, chunks: Chunks, S: Tensor | None) -> _Repl
     W, row, scratch = torch.empty_like(values), 0, Columns.empty(values, counts[0], H, G, C, V)
     if S is not None:
         S = S.clone()  # it advances in place, and what autograd saved serves a second backward pass too
-    for step in steps(block, chunks, chunks.writing()):
+    for step in steps(block, chunks, chunks.writing(), V):
         if step.n != scratch.split.shape[0]:
             scratch = Columns.empty(values, step.n, H, G, C, V)
         own, carried = slice(row, row + step.n), slice(row - skip, row - skip + step.n)
@@ -124,7 +124,8 @@ def _scan_backward(
         before = chunks.kq[row].mT @ d.read[own]
         if dS is not None:
             after = slice(row.start, row.start + len(dS))
-            kept = (dS.unflatten(-1, (G, -1)) * chunks.decay[after, :, :, -1].unsqueeze(2)).flatten(-2)
+            columns = chunks.decay[after, :, :, -1].expand(-1, -1, -1, dS.shape[-1] // G).flatten(-2)
+            kept = dS * columns.unsqueeze(2)
             before[: len(dS)].add_(kept)
             d.g[after] += (kept * run.states[own][: len(dS)]).sum(2).unflatten(-1, (G, -1)).sum(-1, keepdim=True)
         dS = before

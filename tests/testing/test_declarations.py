@@ -9,6 +9,7 @@ import torch
 
 from qwenlinear.kernels import GatedDeltaKernel, KernelCapabilities, Tolerance, TorchKernel
 from qwenlinear.testing import ConformanceError, check_kernel, too_narrow
+from qwenlinear.testing.generate import generate
 from tests.testing.broken_kernels import wrong_gradient
 
 FULL = TorchKernel.capabilities
@@ -115,7 +116,9 @@ def test_the_same_kernels_pass_where_they_do_not_declare_it(flag: str) -> None:
     honest = {"dtypes": frozenset({torch.float32}), "step_backward": flag not in ("backward", "state_backward")}
     if flag != "dtypes":
         honest[flag] = False
-    assert check_kernel(_limited(flag, **honest)(), packings=10).passed
+    kernel = _limited(flag, **honest)()
+    cases = [case for case in generate(kernel, "cpu", packings=10) if case.shape[1] < 1000 or case.check == "packings"]
+    assert check_kernel(kernel, cases=cases).passed  # the long sequences say nothing about a flag
 
 
 @pytest.mark.parametrize(("form", "method"), [("chunk", "_chunk"), ("step", "_step")])
