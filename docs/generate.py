@@ -105,7 +105,10 @@ def capabilities(_: str) -> str:
         ("more value heads than key heads", lambda found: "yes" if found.value_head_groups else "by repeating q and k"),
         ("normalises q and k itself", lambda found: "yes" if found.qk_l2norm else "before the call"),
         ("strided tensors", lambda found: "yes" if found.strided else "by copying"),
-        ("NaN kept from other documents' gradients", lambda found: "declared" if found.isolated_gradients else "not declared"),
+        (
+            "NaN kept from other documents' gradients",
+            lambda found: "declared" if found.isolated_gradients else "not declared",
+        ),
         ("bitwise repeatable", lambda found: "declared" if found.deterministic else "not declared"),
         ("`torch.compile(fullgraph=True)`", lambda found: "yes" if found.compile_safe else "-"),
     ]

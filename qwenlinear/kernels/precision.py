@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 # Asked once: TorchDynamo cannot trace the question before PyTorch 2.12, and a call to the kernel should not pay for it.
-_KNOWN = frozenset(name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla") if torch.amp.is_autocast_available(name))
+_KNOWN = frozenset(
+    name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla") if torch.amp.is_autocast_available(name)
+)
 
 
 def autocast_enabled(device: torch.device) -> bool:
