@@ -2,10 +2,10 @@
 
     python docs/generate.py            # rewrite the generated parts
     python docs/generate.py --check    # exit 1 where they are out of date
-    python docs/generate.py --plots    # draw the plots of docs/data/kernels-*.json first
+    python docs/generate.py --plots    # draw the plots of docs/data/*.json first
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
-`qwenlinear bench kernels` wrote them; a part whose file does not exist is left out.
+`qwenlinear bench kernels | layer | decode` wrote them; a part whose file does not exist is left out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear import doctor
-from qwenlinear.bench import kernels_report
+from qwenlinear.bench import decode_report, kernels_report, layer_report
 from qwenlinear.errors import Refusal
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TorchKernel
+from qwenlinear.kernels import (
+    FLAKernel,
+    FlashQLAKernel,
+    GatedDeltaKernel,
+    KernelCapabilities,
+    TorchKernel,
+    TritonKernel,
+)
 from qwenlinear.kernels.hardware import Hardware
 
 DOCS = Path(__file__).resolve().parent
 _PART = re.compile(r"<!-- generated: (?P<name>[\w:./-]+) -->\n.*?<!-- end -->", re.DOTALL)
-_KERNELS = (TorchKernel, FLAKernel, FlashQLAKernel)
+_KERNELS: tuple[type[GatedDeltaKernel], ...] = (TorchKernel, FLAKernel, FlashQLAKernel, TritonKernel)
 
 
 def main() -> int:
@@ -92,11 +99,16 @@ def capabilities(_: str) -> str:
         ("gradients of the chunked form", yes("backward")),
         ("gradients of the recurrent form", yes("step_backward")),
         ("gradients to and from states", yes("state_backward")),
+        ("states of the recurrent form in place", _in_place),
         ("packed documents", yes("packed")),
         ("documents of no tokens", lambda found: "yes" if found.empty_sequences else "left out and put back"),
         ("more value heads than key heads", lambda found: "yes" if found.value_head_groups else "by repeating q and k"),
         ("normalises q and k itself", lambda found: "yes" if found.qk_l2norm else "before the call"),
         ("strided tensors", lambda found: "yes" if found.strided else "by copying"),
+        (
+            "NaN kept from other documents' gradients",
+            lambda found: "declared" if found.isolated_gradients else "not declared",
+        ),
         ("bitwise repeatable", lambda found: "declared" if found.deterministic else "not declared"),
         ("`torch.compile(fullgraph=True)`", lambda found: "yes" if found.compile_safe else "-"),
     ]
@@ -104,9 +116,15 @@ def capabilities(_: str) -> str:
     body = [[name, *(cell(kernel.capabilities) for kernel in _KERNELS)] for name, cell in rows]
     for dtype in (torch.bfloat16, torch.float32):
         name = f"promised relative errors, {str(dtype).removeprefix('torch.')}: output, state, gradient"
-        body.append([name, *(_tolerance(kernel.tolerances, dtype) for kernel in _KERNELS)])
+        body.append([name, *(_tolerance(kernel, dtype) for kernel in _KERNELS)])
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
+
+
+def _in_place(found: KernelCapabilities) -> str:
+    if not found.step:
+        return "-"
+    return "yes" if found.state_in_place else "by copying"
 
 
 def _sizes(sizes: object) -> str:
@@ -118,9 +136,12 @@ def _sizes(sizes: object) -> str:
     return ", ".join(map(str, sorted(sizes)))
 
 
-def _tolerance(tolerances: object, dtype: torch.dtype) -> str:
-    found = tolerances.get(dtype)  # type: ignore[attr-defined]
-    return "-" if found is None else f"{found.output:g}, {found.state:g}, {found.gradient:g}"
+def _tolerance(kernel: type[GatedDeltaKernel], dtype: torch.dtype) -> str:
+    found, declared = kernel.tolerances.get(dtype), kernel.capabilities
+    if found is None:
+        return "-"
+    gradient = f"{found.gradient:g}" if declared.backward or declared.step_backward else "-"
+    return f"{found.output:g}, {found.state:g}, {gradient}"
 
 
 _GENERATIONS: list[tuple[str, tuple[int, int], str]] = [
@@ -214,6 +235,7 @@ def doctor_of(name: str) -> str:
     with (
         mock.patch.object(FLAKernel, "_load", return_value=()),
         mock.patch.object(FlashQLAKernel, "_load", return_value=()),
+        mock.patch.object(TritonKernel, "_load", return_value=()),
     ):
         report = doctor.examine(
             None, device, lambda where: machine, driver=driver, requirements=installed, environment={}
@@ -239,8 +261,42 @@ def measurements(name: str) -> str:
     return "\n".join([*lines, kernels_report.markdown(results)])
 
 
+def layer_runs(_: str) -> str:
+    """A section for each run of ``qwenlinear bench layer`` in docs/data, its pictures before its tables; nothing without one."""
+    pictures = {"floor": "Everybody beside the floor", "flat": "Time and memory a token over T"}
+    return _runs("Training and prefill", "layer", pictures, layer_report.markdown)
+
+
+def decode_runs(_: str) -> str:
+    """The same for ``qwenlinear bench decode``."""
+    return _runs("Decoding", "decode", {"batch": "A step against batch"}, decode_report.markdown)
+
+
+def _runs(title: str, kind: str, pictures: dict[str, str], markdown: Callable[[dict[str, object]], str]) -> str:
+    sections: list[str] = []
+    for path in sorted((DOCS / "data").glob(f"{kind}-*.json")):
+        results = json.loads(path.read_text())
+        size = results["size"]
+        where = f"{results['machine']['device']}, hidden {size['hidden']}, heads {size['heads']}, {results['dtype']}"
+        sections += [
+            *([] if sections else [f"## {title}", ""]),
+            f"### {where} ({path.stem.removeprefix(f'{kind}-')})",
+            "",
+        ]
+        for name, words in pictures.items():
+            if (DOCS / "images" / f"{path.stem}-{name}.png").exists():
+                sections += [f"![{words}](images/{path.stem}-{name}.png)", ""]
+        sections += [markdown(results), ""]
+    return "\n".join(sections).rstrip()
+
+
 def plots() -> None:
     """Draw the plots of every run in docs/data."""
+    for path in sorted((DOCS / "data").glob("layer-*.json")):
+        for kind in layer_report.PICTURES:
+            layer_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{kind}.png", kind)
+    for path in sorted((DOCS / "data").glob("decode-*.json")):
+        decode_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-batch.png")
     for path in sorted((DOCS / "data").glob("kernels-*.json")):
         for along in ("tokens", "documents"):
             kernels_report.plot(json.loads(path.read_text()), DOCS / "images" / f"{path.stem}-{along}.png", along)
@@ -250,6 +306,8 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "capabilities": capabilities,
     "doctor": doctor_of,
     "bench": measurements,
+    "layers": layer_runs,
+    "decodes": decode_runs,
     "text": verbatim,
     "flashqla": flashqla,
 }

@@ -13,6 +13,7 @@ from qwenlinear.kernels import (
     GatedDeltaKernel,
     PackedSequences,
     TorchKernel,
+    TritonKernel,
     kernel_from_name,
 )
 from qwenlinear.layers import (
@@ -42,6 +43,7 @@ __all__ = [
     "Qwen3_5GatedDeltaNet",
     "Refusal",
     "TorchKernel",
+    "TritonKernel",
     "UnsupportedCall",
     "kernel_from_name",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``qwenlinear doctor | run | bench``, each command in a module that is imported when it is asked for."""
+"""The command line: ``qwenlinear doctor | run | warmup | bench``, each command in a module of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from qwenlinear.usage import UsageError
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("qwenlinear.doctor", "what this machine can run, why not more, and what to do about it"),
     "run": ("qwenlinear.hf.run", "generate from a Transformers folder with injected kernels"),
+    "warmup": ("qwenlinear.warmup", "compile and tune what a model needs, and say where the caches are"),
 }
 BENCHES: dict[str, tuple[str, str]] = {
     "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
+    "layer": ("qwenlinear.bench.layer", "one layer as everybody runs it, beside its floor"),
+    "decode": ("qwenlinear.bench.decode", "one decoded token of a layer, eager and as a CUDA graph"),
     "model": ("qwenlinear.bench.model", "a whole Transformers model, as installed and injected"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
 }

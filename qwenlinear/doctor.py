@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qwenlinear import usage
 from qwenlinear.bench.machine import driver_version
 from qwenlinear.errors import Refusal
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel
+from qwenlinear.kernels import FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel, TritonKernel
 from qwenlinear.kernels.capabilities import Form
 from qwenlinear.kernels.hardware import Hardware, HardwareProbe, at_least, probe
 from qwenlinear.layers.config import GatedDeltaNetConfig
@@ -50,6 +50,7 @@ class _Use(NamedTuple):
     from_state: bool = False
 
 
+_CANDIDATES = (FlashQLAKernel, TritonKernel, FLAKernel, TorchKernel)  # AutoKernel's, in its order
 _USES = {
     "training": _Use("chunk", 4096, gradients=True),
     "prefill": _Use("chunk", 4096),
@@ -123,7 +124,7 @@ def examine(
     machine = (hardware or probe)(where)
     sizes = GatedDeltaNetConfig.from_config(config) if config else GatedDeltaNetConfig()
     dtype = _dtype(config or {})
-    kernels = (FlashQLAKernel(hardware=hardware), FLAKernel(hardware=hardware), TorchKernel(hardware=hardware))
+    kernels = tuple(kind(hardware=hardware) for kind in _CANDIDATES)
     calls = {name: _call(sizes, dtype, where, use) for name, use in _USES.items()}
     refusals: _Refusals = {
         repr(kernel): {name: kernel.refusals(**call, form=_USES[name].form) for name, call in calls.items()}
@@ -173,7 +174,7 @@ def text(report: Report) -> str:
         for reason, uses in _shared(kernel["uses"]).items():
             only = "" if len(uses) == len(kernel["uses"]) else f" ({', '.join(uses)})"
             lines.append(f"    - {reason}{only}")
-    lines += ["", "AutoKernel([FlashQLAKernel(), FLAKernel(), TorchKernel()]) picks"]
+    lines += ["", "AutoKernel([FlashQLAKernel(), TritonKernel(), FLAKernel(), TorchKernel()]) picks"]
     lines += [f"  {use:9} {pick['kernel']}" for use, pick in report["picks"].items()]
     lines += ["", "Conflicts", *(f"  - {line}" for line in report["conflicts"] or ["none"])]
     dispatcher = report["fla_dispatcher"]

@@ -44,3 +44,43 @@ def test_links_between_pages_lead_somewhere(page) -> None:
 
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_runs_of_the_layer_benchmarks_appear_with_their_data_alone(tmp_path, monkeypatch) -> None:
+    import json
+
+    generator = _generator()
+    monkeypatch.setattr(generator, "DOCS", tmp_path)
+    assert generator.layer_runs("") == generator.decode_runs("") == ""
+    machine = {"device": "H200", "hardware": "cuda", "torch": "2.11", "packages": {}, "driver": None, "date": "today"}
+    size = {"hidden": 2048, "heads": "16/32", "head_dim": 128}
+    common = {"machine": machine, "command": "qwenlinear bench x", "dtype": "bfloat16", "size": size, "errors": {}}
+    row = {"documents": 1, "length": 64, "mode": "forward", "contender": "qwenlinear, FLAKernel"}
+    times = [{**row, "ms": 5.0, "against": {}, "over_floor": 1.1}]
+    parts = {
+        "gate": [],
+        "memory": [],
+        "gradients": [],
+        "flat": [],
+        "ops": [],
+        "kernels": {"qwenlinear, FLAKernel": "fla"},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "layer-h200.json").write_text(json.dumps({**common, **parts, "times": times}))
+    page = generator.layer_runs("")
+    assert page.startswith("## Training and prefill\n\n### H200, hidden 2048, heads 16/32, bfloat16 (h200)\n")
+    assert "| qwenlinear, FLAKernel | 5.000 | 1.10 |" in page
+    assert "    qwenlinear bench x" in page
+    assert "![" not in page  # no picture was drawn
+    decoded = {
+        "batch": 8,
+        "contender": "ours",
+        "graph": True,
+        "us": 41.0,
+        "over_floor": 1.2,
+        "floor_us": 34.0,
+        "floor_mb": 84.0,
+    }
+    results = {**common, "gate": [], "layers": 4, "times": [decoded]}
+    (tmp_path / "data" / "decode-h200.json").write_text(json.dumps(results))
+    assert "| 8 | 34.0 (84.0 MB) | 41.0 (1.20) |" in generator.decode_runs("")

@@ -25,7 +25,7 @@ from unittest import mock
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel, base
+from qwenlinear.kernels import FLAKernel, FlashQLAKernel, TritonKernel, base
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,6 +93,7 @@ def _on(machine: str | None) -> Iterator[None]:
         mock.patch.object(base, "probe", return_value=hardware),
         mock.patch.object(FLAKernel, "_load", return_value=()),
         mock.patch.object(FlashQLAKernel, "_load", return_value=()),
+        mock.patch.object(TritonKernel, "_load", return_value=()),
         FakeTensorMode(),
     ):
         yield

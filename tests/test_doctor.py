@@ -9,17 +9,18 @@ import torch
 
 from qwenlinear import cli, doctor
 from qwenlinear.errors import Refusal
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel
+from qwenlinear.kernels import FLAKernel, FlashQLAKernel, TritonKernel
 from qwenlinear.kernels.hardware import Hardware
 from tests.kernels.machines import machine
 
 FLASHQLA, FLA, TORCH = "FlashQLAKernel(contiguity='copy')", "FLAKernel()", "TorchKernel()"
+TRITON = "TritonKernel()"
 
 
 @pytest.fixture(autouse=True)
 def packages_that_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faked machines have their packages: an import says nothing about them here."""
-    for kernel in (FLAKernel, FlashQLAKernel):
+    for kernel in (FLAKernel, FlashQLAKernel, TritonKernel):
         monkeypatch.setattr(kernel, "_load", lambda self: ())
 
 
@@ -37,19 +38,28 @@ def _codes(report, name, use):
 @pytest.mark.parametrize(
     ("hardware", "picks"),
     [
-        pytest.param(machine((8, 0)), [FLA, FLA, FLA, FLA], id="SM80"),
-        pytest.param(machine((9, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, FLA], id="SM90"),
-        pytest.param(machine((10, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, FLA], id="SM100"),
-        pytest.param(machine((12, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, FLA], id="SM120"),
+        pytest.param(machine((8, 0)), [FLA, FLA, FLA, TRITON], id="SM80"),
+        pytest.param(machine((9, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, TRITON], id="SM90"),
+        pytest.param(machine((10, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, TRITON], id="SM100"),
+        pytest.param(machine((12, 0)), [FLASHQLA, FLASHQLA, FLASHQLA, TRITON], id="SM120"),
         pytest.param(
-            machine((12, 0), flash_qla="0.1.2"), [FLA, FLASHQLA, FLA, FLA], id="SM120 before FlashQLA's backward"
+            machine((12, 0), flash_qla="0.1.2"), [FLA, FLASHQLA, FLA, TRITON], id="SM120 before FlashQLA's backward"
         ),
-        pytest.param(machine(hip="7.0", triton=None, triton_rocm="3.5"), [FLA, FLA, FLA, FLA], id="ROCm"),
-        pytest.param(machine((9, 0), flash_qla=None), [FLA, FLA, FLA, FLA], id="SM90 without flash-qla"),
+        pytest.param(machine(hip="7.0", triton=None, triton_rocm="3.5"), [FLA, FLA, FLA, TRITON], id="ROCm"),
+        pytest.param(machine((9, 0), flash_qla=None), [FLA, FLA, FLA, TRITON], id="SM90 without flash-qla"),
         pytest.param(
-            machine((9, 0), flash_qla=None, tilelang=None), [TORCH, FLA, TORCH, FLA], id="SM90, FLA's backward is wrong"
+            machine((9, 0), flash_qla=None, tilelang=None),
+            [TORCH, FLA, TORCH, TRITON],
+            id="SM90, FLA's backward is wrong",
         ),
-        pytest.param(machine((9, 0), flash_qla=None, fla_core=None), [TORCH] * 4, id="SM90 without packages"),
+        pytest.param(
+            machine((9, 0), flash_qla=None, fla_core=None),
+            [TORCH, TORCH, TORCH, TRITON],
+            id="SM90 with nothing but Triton",
+        ),
+        pytest.param(
+            machine((9, 0), flash_qla=None, fla_core=None, triton=None), [TORCH] * 4, id="SM90 without packages"
+        ),
         pytest.param(machine((7, 0)), [TORCH] * 4, id="SM70"),
     ],
 )
@@ -69,6 +79,7 @@ def test_a_cpu_has_torch_and_says_why_not_more() -> None:
     assert {pick["kernel"] for pick in report["picks"].values()} == {TORCH}
     assert "device" in _codes(report, FLA, "prefill")
     assert "device" in _codes(report, FLASHQLA, "prefill")
+    assert _codes(report, TRITON, "decode") == {"device"}
     assert report["conflicts"] == []
     text = doctor.text(report)
     assert "does not run" in text

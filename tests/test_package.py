@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ PUBLIC = [
     "Qwen3_5GatedDeltaNet",
     "Refusal",
     "TorchKernel",
+    "TritonKernel",
     "UnsupportedCall",
     "kernel_from_name",
 ]
@@ -36,9 +38,14 @@ def test_public_names() -> None:
 
 
 def test_every_module_imports() -> None:
+    without_triton = importlib.util.find_spec("triton") is None
     for module in pkgutil.walk_packages(qwenlinear.__path__, "qwenlinear."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:  # kernels, which their operators import when they run
+                if not (without_triton and error.name == "triton" and module.name.split(".")[-1].startswith("_")):
+                    raise
 
 
 def test_importing_loads_no_optional_package_and_no_driver() -> None:

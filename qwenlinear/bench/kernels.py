@@ -11,8 +11,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from typing import Any
 import torch
 
 from qwenlinear import usage
-from qwenlinear.bench import kernels_report, machine, overhead
+from qwenlinear.bench import kernels_report, overhead
 from qwenlinear.bench.cases import Case, Inputs, sample
 from qwenlinear.bench.contenders import NAMES, Contender, contender
 from qwenlinear.bench.gate import check
+from qwenlinear.bench.session import Session
 from qwenlinear.bench.timing import Call, Timing, captured, interleave
 from qwenlinear.bench.worker import call, spawn
 
@@ -121,12 +120,6 @@ def _is_refusal(entry: object) -> bool:
     return isinstance(entry, str) and "Traceback" not in entry
 
 
-def _command(words: list[str]) -> str:
-    """The command as another machine would run it: without the folder for its results."""
-    kept = [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
-    return " ".join(["qwenlinear", *kept])
-
-
 class Bench:
     """One run.
 
@@ -143,19 +136,19 @@ class Bench:
                 setattr(args, name, value)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.contenders = {name: contender(name) for name in args.contenders}
-        self.begin = time.monotonic()
-        self.results: dict[str, Any] = {
-            "machine": machine.describe(self.device),
-            "command": _command(sys.argv[1:]),
-            "dtype": args.dtype,
-            "contenders": {one.name: one.note for one in self.contenders.values()},
-            "gate": [],
-            "times": [],
-            "memory": [],
-            "overhead": [],
-            "first_calls": [],
-            "errors": {},
-        }
+        self.session = Session(
+            self.device,
+            args.out / "kernels.json",
+            args.limit,
+            dtype=args.dtype,
+            contenders={one.name: one.note for one in self.contenders.values()},
+            gate=[],
+            times=[],
+            memory=[],
+            overhead=[],
+            first_calls=[],
+        )
+        self.results = self.session.results
 
     def run(self) -> dict[str, Any]:
         """Run the parts that were asked for, one after another, whatever happens to each."""
@@ -166,32 +159,11 @@ class Bench:
             "graphs": lambda: self.times(graphs=True),
             "first-calls": self.first_calls,
         }
-        self._part("gate", self.gate)
+        self.session.part("gate", self.gate)
         for name, part in parts.items():
             if name in self.args.parts:
-                self._part(name, part)
-        self.results["seconds"] = time.monotonic() - self.begin
+                self.session.part(name, part)
         return self.results
-
-    def _part(self, name: str, part: Callable[[], None]) -> None:
-        begin = time.monotonic()
-        try:
-            part()
-        except Exception:
-            self.results["errors"][name] = traceback.format_exc()
-            print(self.results["errors"][name], file=sys.stderr)
-        print(f"# {name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-        kernels_report.save(self.results, self.args.out)
-
-    @property
-    def left(self) -> float:
-        """Seconds left for this run."""
-        return float(self.args.limit) - (time.monotonic() - self.begin)
-
-    @property
-    def late(self) -> bool:
-        """Whether the time for this run is over."""
-        return self.left <= 0
 
     def cases(self) -> list[Case]:
         """Every shape, the first heads first, short ones first."""
@@ -217,8 +189,7 @@ class Bench:
             return
         for case in self.cases():
             for train in (False, True):
-                if self.late:
-                    self.results["errors"].setdefault("limit", f"stopped before {case}, graphs={graphs}")
+                if self.session.late(f"{case}, graphs={graphs}"):
                     return
                 self._time(case, train, graphs)
             if self.device.type == "cuda":
@@ -289,7 +260,9 @@ class Bench:
                 for train in (False, True):
                     plain = sample(case, self.device, self.dtype)
                     inputs = plain.leaves() if train else plain
-                    if self.late or self._why_not(name, one, case, inputs, graphs=False) is not None:
+                    if self._why_not(name, one, case, inputs, graphs=False) is not None:
+                        continue
+                    if self.session.late(f"the memory of {case}"):
                         continue
                     if self.device.type == "cuda":
                         answer = self._gpu_memory(one, inputs, train)
@@ -331,10 +304,10 @@ class Bench:
                     )
                 }
                 for state in ("cold", "warm"):
-                    if self.late:
+                    if self.session.late(f"first calls of {one.name}"):
                         return
                     answer = spawn(
-                        self._task("first-call", name, case), timeout=min(240.0, self.left), environment=caches
+                        self._task("first-call", name, case), timeout=min(240.0, self.session.left), environment=caches
                     )
                     row = {**case.as_row(), "contender": one.name, "caches": state, **answer}
                     self.results["first_calls"].append(row)

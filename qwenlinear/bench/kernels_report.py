@@ -2,66 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from qwenlinear.bench.machine import header
-
-Results = dict[str, Any]
-Table = tuple[str, list[str], list[list[str]]]  # title, head, body
+from qwenlinear.bench import tables as shared
+from qwenlinear.bench.tables import COLOURS, Results, Table, can_draw
 
 
 def show(results: Results) -> None:
     """Print the tables, with rich where it is installed."""
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table as RichTable
-    except ImportError:
-        print(markdown(results))
-        return
-    console = Console()
-    console.print(header(results["machine"]), highlight=False)
-    for title, head, body in tables(results):
-        table = RichTable(*head, title=title, title_justify="left")
-        for row in body:
-            table.add_row(*map(escape, row))
-        console.print(table)
-    for part, text in results["errors"].items():
-        console.print(f"{part}: {text}", markup=False, highlight=False)
+    shared.show(results, tables(results))
 
 
 def markdown(results: Results) -> str:
     """The tables as Markdown, under a line that says where they were measured."""
-    lines = [f"{header(results['machine'])}.", "", f"    {results['command']}"]
-    for title, head, body in tables(results):
-        lines += ["", f"**{title}**", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in body]
-    return "\n".join(lines)
-
-
-def save(results: Results, folder: Path) -> Path:
-    """Write the results as JSON; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "kernels.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    return path
+    return shared.markdown(results, tables(results))
 
 
 def write(results: Results, folder: Path) -> None:
     """Write JSON, Markdown and, where matplotlib is installed, plots."""
-    save(results, folder)
+    shared.save(results, folder / "kernels.json")
     title = f"# Kernels on {results['machine']['device']}"
     (folder / "kernels.md").write_text(f"{title}\n\n{markdown(results)}\n")
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plots: pip install matplotlib")
-        return
-    matplotlib.use("Agg")
-    plot(results, folder / "kernels-tokens.png", "tokens")
-    plot(results, folder / "kernels-documents.png", "documents")
+    if can_draw():
+        plot(results, folder / "kernels-tokens.png", "tokens")
+        plot(results, folder / "kernels-documents.png", "documents")
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
@@ -169,9 +134,6 @@ def _short(cases: list[str]) -> str:
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
 
-# Blue, orange, green, vermilion, purple, sky: Okabe and Ito's colours, told apart by everyone.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-
 
 def plot(results: Results, path: Path, along: str) -> None:
     """Time against tokens of one sequence, or against documents of one batch.
@@ -190,7 +152,7 @@ def plot(results: Results, path: Path, along: str) -> None:
     modes = [mode for mode in ("forward", "forward+backward") if any(row["mode"] == mode for row in rows)]
     figure, axes = pyplot.subplots(1, len(modes), figsize=(5.2 * len(modes), 4.0), squeeze=False)
     for axis, mode in zip(axes[0], modes, strict=True):
-        for name, colour in zip(results["contenders"], _COLOURS, strict=False):
+        for name, colour in zip(results["contenders"], COLOURS, strict=False):
             for graph, style in ((False, "o-"), (True, "s:")):
                 points = sorted(
                     (row[along], row["ms"])

@@ -12,10 +12,9 @@ import contextlib
 import copy
 import importlib.util
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +24,15 @@ from torch import Tensor, nn
 
 from qwenlinear import usage
 from qwenlinear.bench import machine
+from qwenlinear.bench.fla_switch import SWITCH, fla_switch
 from qwenlinear.bench.timing import Timing, interleave
 from qwenlinear.hf import inject
 from qwenlinear.kernels.auto import kernel_from_name
 
-# One layer of Qwen3.5-2B; the vocabulary is small, because its product would hide what the layers do.
+# Qwen3.5-2B as its model card gives it (https://huggingface.co/Qwen/Qwen3.5-2B, "Model Overview"): hidden 2048, 24 layers of
+# 3 x Gated DeltaNet (16 heads for V, 16 for QK, of 128) to 1 x attention (8 heads for Q, 2 for KV, of 256), feed forward 6144.
+# Only the vocabulary differs, 32768 instead of 248320: its product would hide what the layers do. Hidden 2048 with 16/32 heads,
+# which `bench layer` measures by default, is Qwen3-Next's layer (the default of Transformers' Qwen3NextConfig).
 SHAPES: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -56,7 +59,6 @@ TINY: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "vocab_size": 64,
 }
-_SWITCH = "FLA_FLASH_QLA"  # flash-linear-attention reads it at every call
 _ATTENTION = "sdpa_by_document"
 _PARTS = ("train", "prefill", "decode")
 
@@ -258,18 +260,9 @@ class Side(NamedTuple):
     model: nn.Module
     switch: str | None = None
 
-    @contextlib.contextmanager
-    def switched(self) -> Iterator[None]:
-        """Set the switch, or clear it, and put it back afterwards."""
-        before = os.environ.pop(_SWITCH, None)
-        if self.switch is not None:
-            os.environ[_SWITCH] = self.switch
-        try:
-            yield
-        finally:
-            os.environ.pop(_SWITCH, None)
-            if before is not None:
-                os.environ[_SWITCH] = before
+    def switched(self) -> contextlib.AbstractContextManager[None]:
+        """FLA's switch as this side wants it."""
+        return fla_switch(self.switch)
 
 
 Work = Callable[[str, nn.Module], "dict[str, float] | None"]
@@ -277,7 +270,7 @@ Facts = dict[str, dict[str, float]]
 
 
 def _sides(model: nn.Module, kernels: list[str]) -> dict[str, Side]:
-    sides = {"Transformers": Side(model), f"Transformers, {_SWITCH}=0": Side(model, "0")}
+    sides = {"Transformers": Side(model), f"Transformers, {SWITCH}=0": Side(model, "0")}
     for name in kernels:
         kernel = kernel_from_name(name)
         twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from qwenlinear.hf.boundaries import documents_of_layer_call
 from qwenlinear.hf.states import last_columns, read_states, write_states
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
-from qwenlinear.kernels.precision import without_autocast
+from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.layers.call import state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
-from qwenlinear.layers.gate import log_decay
-from qwenlinear.layers.gated_delta_net import split_grouped
-from qwenlinear.layers.gated_norm import gated_norm
+from qwenlinear.layers.explain import describe
+from qwenlinear.layers.mixing import MixingWeights, check_step, decode_in_place, prepare, recur
 from qwenlinear.layers.padding import real_tokens
-from qwenlinear.layers.short_conv import causal_convolution
+from qwenlinear.layers.plain import why_not_plain
+from qwenlinear.layers.projection import project, project_token
+from qwenlinear.ops import epilogue
 
 
 @dataclass
@@ -93,7 +94,7 @@ class InjectedForward:
         return output.view(*shape[:2], -1)
 
     def extra_repr(self) -> str:
-        return f"kernel={self._qwenlinear.kernel!r}"
+        return f"kernel={self._qwenlinear.kernel!r}\n{describe(self, self._qwenlinear.config)}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # this class has no importable name
         return _new, (self._qwenlinear.original,), self.__dict__.copy()
@@ -148,47 +149,65 @@ def _check_packed(packed: PackedSequences, cache: Any, attention_mask: Tensor | 
 
 
 def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: PackedSequences | None) -> Tensor:
-    """Project, convolve, run the kernel, normalise, project; then write the cache."""
+    """Project, prologue, kernel, epilogue, project; then write the cache."""
     c, kernel, width = injection.config, injection.kernel, injection.config.linear_conv_kernel_dim
-    mixed, z, b, a = _project(layer, c, x)
     past, recurrent_state = (None, None) if cache is None else read_states(cache, layer.layer_idx)
     past = last_columns(past, width - 1)
+    if past is not None and recurrent_state is not None and _in_place(layer, kernel, x, recurrent_state):
+        return _decode(layer, injection, x, cache, past, recurrent_state)
+    parts = project(layer, c, x)
+    z, columns = parts.z, None if cache is None else parts.qkv
     with without_autocast(x.device), _hooks_fired(layer.conv1d, layer.norm):
-        state = None if past is None else past.to(mixed.dtype)
-        convolved = causal_convolution(mixed, _weight(layer.conv1d), c.hidden_act, state, packed)
-        q, k, v = torch.split(convolved, [c.key_dim, c.key_dim, c.value_dim], -1)
-        q, k = (t.unflatten(-1, (c.linear_num_key_heads, c.linear_key_head_dim)) for t in (q, k))
-        v = v.unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
-        wide = state_dtype(q.dtype)
-        g, beta = log_decay(a, layer.A_log, layer.dt_bias).to(wide), b.sigmoid()
-        initial = None if recurrent_state is None else recurrent_state.to(wide)
-        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, g, beta, initial))
-        decodes = cache is not None and x.shape[1] == 1 and not trains and kernel.capabilities.step
-        o, final_state = (kernel.step if decodes else kernel)(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=initial,
-            output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=packed,
-        )
-        o = gated_norm(o, z, layer.norm.weight, c.rms_norm_eps)
+        given, _ = prepare(c, parts, _weights(layer), past, packed=packed)
+        del parts  # nobody but a cache needs q, k and v as projected any more
+        initial = None if recurrent_state is None else recurrent_state.to(state_dtype(given.q.dtype))
+        decodes = cache is not None and x.shape[1] == 1
+        o, final_state = recur(kernel, given, initial, cache is not None, packed, decodes)
+        o = epilogue(o, z, layer.norm.weight, c.rms_norm_eps)
     output: Tensor = layer.out_proj(o.flatten(2))
     if cache is not None:
         assert final_state is not None
-        write_states(cache, layer.layer_idx, mixed, past, final_state, width)
+        assert columns is not None
+        write_states(cache, layer.layer_idx, columns, past, final_state, width)
     return output
 
 
-def _project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Through the projection modules, whatever has been put in their place (LoRA, quantised weights)."""
-    if hasattr(layer, "in_proj_qkvz"):
-        return split_grouped(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
-    z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
-    return layer.in_proj_qkv(x), z, layer.in_proj_b(x), layer.in_proj_a(x)
+def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: Tensor) -> bool:
+    """Whether a call decodes one token and may write the recurrent state where the cache has it; all that follows the write
+    is plain, so that it cannot fail."""
+    return (
+        x.shape[1] == 1
+        and not torch.is_grad_enabled()
+        and kernel.capabilities.step
+        and (kernel.capabilities.compile_safe or not torch.compiler.is_compiling())
+        and recurrent_state.dtype == state_dtype(layer.out_proj.weight.dtype)
+        and recurrent_state.device == x.device
+        and (
+            torch.compiler.is_compiling()  # which cannot ask the next question
+            or recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
+        )
+        and not autocast_enabled(x.device)
+        and why_not_plain(layer.out_proj, nn.Linear) is None
+    )
+
+
+def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tensor, recurrent_state: Tensor) -> Tensor:
+    """One token: the recurrent state is written in place; the convolution's goes through the cache's own method."""
+    c, kernel = injection.config, injection.kernel
+    token = project_token(layer, c, x)
+    check_step(kernel, token, recurrent_state)
+    with _hooks_fired(layer.conv1d, layer.norm):
+        state = past.to(token.q.dtype, copy=True, memory_format=torch.contiguous_format)
+        o = decode_in_place(c, kernel, token, _weights(layer), state, recurrent_state)
+        o = epilogue(o.view_as(token.z), token.z, layer.norm.weight, c.rms_norm_eps)
+    output: Tensor = layer.out_proj(o.flatten(2))
+    newest = state[..., -1:].transpose(1, 2)
+    write_states(cache, layer.layer_idx, newest, past, recurrent_state, c.linear_conv_kernel_dim)
+    return output
+
+
+def _weights(layer: Any) -> MixingWeights:
+    return MixingWeights(_weight(layer.conv1d), layer.A_log, layer.dt_bias)
 
 
 def _weight(conv1d: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ from qwenlinear.kernels.flashqla import FlashQLAKernel
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.kernels.torch_kernel import TorchKernel
+from qwenlinear.kernels.triton_kernel import TritonKernel
 
 __all__ = [
     "AutoKernel",
@@ -19,6 +20,7 @@ __all__ = [
     "PackedSequences",
     "Tolerance",
     "TorchKernel",
+    "TritonKernel",
     "add_kernel_arguments",
     "kernel_from_args",
     "kernel_from_name",

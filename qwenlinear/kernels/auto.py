@@ -19,6 +19,7 @@ from qwenlinear.kernels.flashqla import FlashQLAKernel
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer
 from qwenlinear.kernels.torch_kernel import TorchKernel
+from qwenlinear.kernels.triton_kernel import TritonKernel
 
 _log = logging.getLogger("qwenlinear")
 _told: set[tuple[Form, str, str]] = set()  # choices already logged in this process; chooses nothing itself
@@ -34,7 +35,8 @@ class AutoKernel(GatedDeltaKernel):
     candidates'.
 
     Args:
-        candidates: kernels in order of preference; default None for ``[FlashQLAKernel(), FLAKernel(), TorchKernel()]``.
+        candidates: kernels in order of preference; default None for ``[FlashQLAKernel(),
+            TritonKernel(), FLAKernel(), TorchKernel()]``.
 
     Raises:
         ValueError: no candidate, or one that is not a GatedDeltaKernel.
@@ -51,7 +53,7 @@ class AutoKernel(GatedDeltaKernel):
 
     def __init__(self, candidates: Sequence[GatedDeltaKernel] | None = None) -> None:
         if candidates is None:
-            candidates = (FlashQLAKernel(), FLAKernel(), TorchKernel())
+            candidates = (FlashQLAKernel(), TritonKernel(), FLAKernel(), TorchKernel())
         if not isinstance(candidates, Sequence) or not all(isinstance(c, GatedDeltaKernel) for c in candidates):
             raise ValueError(f"candidates needs a sequence of GatedDeltaKernel objects, got {candidates!r}")
         if not candidates:
@@ -159,6 +161,7 @@ def _union(declared: list[KernelCapabilities]) -> KernelCapabilities:
         value_head_sizes=_sizes([capabilities.value_head_sizes for capabilities in declared]),
         state_layout="kv",  # a candidate that wants another is lowered by itself
         deterministic=all(capabilities.deterministic for capabilities in declared),
+        isolated_gradients=all(capabilities.isolated_gradients for capabilities in declared if capabilities.backward),
         compile_safe=all(capabilities.compile_safe for capabilities in declared),
         **{name: any(getattr(capabilities, name) for capabilities in declared) for name in _ABILITIES},
     )
@@ -172,6 +175,7 @@ _ABILITIES = (
     "state_backward",
     "initial_state",
     "final_state",
+    "state_in_place",
     "packed",
     "dense",
     "empty_sequences",
@@ -197,6 +201,7 @@ def _widest(kernels: Sequence[GatedDeltaKernel]) -> dict[torch.dtype, Tolerance]
 _NAMES: dict[str, Callable[[], GatedDeltaKernel]] = {
     "auto": AutoKernel,
     "torch": TorchKernel,
+    "triton": TritonKernel,
     "fla": FLAKernel,
     "flashqla": FlashQLAKernel,
     "flash_qla": FlashQLAKernel,
@@ -208,8 +213,8 @@ def kernel_from_name(name: str) -> GatedDeltaKernel:
     """Build a kernel from a word of a command line or a configuration file.
 
     Args:
-        name: ``"auto"``, ``"torch"``, ``"fla"``, ``"flashqla"`` (or ``"flash_qla"``), or ``"package.module:Class"`` for
-            a GatedDeltaKernel subclass of your own that is built without arguments.
+        name: ``"auto"``, ``"torch"``, ``"triton"``, ``"fla"``, ``"flashqla"`` (or ``"flash_qla"``), or
+            ``"package.module:Class"`` for a GatedDeltaKernel subclass of your own that is built without arguments.
 
     Returns:
         The kernel; whether the machine can run it is asked with `require`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar, cast
 
 import torch
@@ -29,7 +30,8 @@ class GatedDeltaKernel(ABC):
     A subclass declares `capabilities` and `tolerances` and writes `_chunk` and/or `_step`; both get a
     :class:`DeltaRuleInputs` already validated and lowered to what was declared, and return ``(o, final_state or None)``.
     It may add limits with `_refusals` (a call's metadata) and `_machine_refusals` (hardware and packages).
-    Constructing a kernel never needs the hardware it runs on. States are never written in place.
+    Constructing a kernel never needs the hardware it runs on. No input is ever written to, but a state where `step` is
+    called with ``state_in_place=True``.
 
     Args:
         hardware: reads what a device is; None reads this machine. Tests pass a fake.
@@ -125,10 +127,27 @@ class GatedDeltaKernel(ABC):
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | PackedSequences | None = None,
+        *,
+        state_in_place: bool = False,
     ) -> Answer:
-        """Run the recurrent form: decoding, any T. Arguments, results and errors are those of the call itself."""
+        """Run the recurrent form: decoding, any T. Arguments, results and errors are those of the call itself, and one more.
+
+        Args:
+            state_in_place: write the final state into ``initial_state`` and return that very tensor; default False. Needs
+                ``initial_state`` and ``output_final_state=True``, and no gradient.
+        """
         inputs = DeltaRuleInputs.validate(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            cu_seqlens,
+            state_in_place,
         )
         return self._run_or_leave_graph(inputs, "step")
 
@@ -148,12 +167,13 @@ class GatedDeltaKernel(ABC):
         cu_seqlens: Tensor | PackedSequences | None = None,
         *,
         form: Form = "chunk",
+        state_in_place: bool = False,
     ) -> tuple[Refusal, ...]:
         """Why this call would not run; never launches, never synchronises, never looks at values.
 
         A kernel's package is imported, once, where nothing else refuses: only that tells whether it imports.
 
-        Args: those of the call itself, and ``form``: ``"chunk"`` (default) or ``"step"``.
+        Args: those of the call itself, ``form``: ``"chunk"`` (default) or ``"step"``, and ``state_in_place`` of `step`.
 
         Returns:
             Every reason, machine first; ``()`` means that it runs.
@@ -162,8 +182,20 @@ class GatedDeltaKernel(ABC):
             ValueError: an argument that no kernel could take.
         """
         inputs = DeltaRuleInputs.validate(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            cu_seqlens,
+            state_in_place,
         )
+        if state_in_place and form == "chunk":
+            raise ValueError("state_in_place needs form='step', got 'chunk', which never writes to a state")
         return self._all_refusals(inputs, form)
 
     def explain(
@@ -178,10 +210,12 @@ class GatedDeltaKernel(ABC):
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | PackedSequences | None = None,
+        *,
+        state_in_place: bool = False,
     ) -> str:
         """What would happen to this call, in words: for both forms, what runs, what is lowered, or why it is refused.
 
-        Args: those of the call itself.
+        Args: those of the call itself, and ``state_in_place`` of `step`.
 
         Returns:
             A few lines to print.
@@ -190,12 +224,22 @@ class GatedDeltaKernel(ABC):
             ValueError: an argument that no kernel could take.
         """
         inputs = DeltaRuleInputs.validate(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            cu_seqlens,
+            state_in_place,
         )
         return "\n".join(
             [
                 f"{self!r}: {inputs.describe()}",
-                *self._explain(inputs, "chunk"),
+                *self._explain(replace(inputs, state_in_place=False), "chunk"),
                 *self._explain(inputs, "step"),
             ]
         )
@@ -237,7 +281,8 @@ class GatedDeltaKernel(ABC):
         raise NotImplementedError
 
     def _step(self, inputs: DeltaRuleInputs) -> Answer:
-        """The recurrent form; as `_chunk`."""
+        """The recurrent form; as `_chunk`. Where ``inputs.state_in_place`` (only if declared) the final state is
+        ``inputs.initial_state`` itself, overwritten."""
         raise NotImplementedError
 
     def _refusals(self, inputs: DeltaRuleInputs, form: Form) -> Iterable[Refusal]:
@@ -302,11 +347,17 @@ class GatedDeltaKernel(ABC):
 
     def _all_refusals(self, inputs: DeltaRuleInputs, form: Form) -> tuple[Refusal, ...]:
         refusals = (
-            *self.unavailable(inputs.q.device),
+            *self._asked_machine(inputs.q.device),
             *self.capabilities.refusals(inputs, form),
             *self._refusals(inputs, form),
         )
-        return refusals or tuple(self._load())
+        return refusals or self._asked_load()
+
+    def _asked_machine(self, device: torch.device) -> tuple[Refusal, ...]:
+        return self.unavailable(device)
+
+    def _asked_load(self) -> tuple[Refusal, ...]:
+        return tuple(self._load())
 
     def _explain(self, inputs: DeltaRuleInputs, form: Form) -> list[str]:
         refusals = self._all_refusals(inputs, form)
@@ -325,6 +376,10 @@ def _run_eagerly(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, form: Form) 
 _run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 _run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_safe"  # type: ignore[attr-defined]
 
+# What torch.compiler.assume_constant_result sets, without importing the compiler: versions and imports are no part of a graph.
+GatedDeltaKernel._asked_machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
+GatedDeltaKernel._asked_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: object, method: str) -> None:
     """A kernel author's mistake, caught where it was made."""
@@ -340,3 +395,7 @@ def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: obj
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
             raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype} from {method}, got {got}")
+    if inputs.state_in_place and final is not inputs.initial_state:
+        raise TypeError(
+            f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another tensor"
+        )

@@ -28,6 +28,8 @@ class KernelCapabilities:
         state_backward: gradients reach ``initial_state`` and come from the final state, in the forms that have gradients.
         initial_state: an initial state is taken.
         final_state: the final state is returned when asked for.
+        state_in_place: ``_step`` writes the final state into ``initial_state`` and returns that very tensor where
+            ``inputs.state_in_place`` asks for it; otherwise lowered by copying.
         packed: ``cu_seqlens`` is understood.
         dense: input without ``cu_seqlens`` runs as it is (default); otherwise lowered by packing the rows of the batch.
         key_head_sizes: sizes K that run; None means any.
@@ -38,6 +40,7 @@ class KernelCapabilities:
         strided: strided tensors run as they are; otherwise lowered by copying.
         state_layout: ``"kv"`` for states ``[N, HV, K, V]``; ``"vk"`` for ``[N, HV, V, K]``, lowered by transposing.
         deterministic: repeated calls are bitwise equal, gradients too.
+        isolated_gradients: not-a-number in one packed document reaches no other one's gradients; outputs and states it never may.
         compile_safe: ``torch.compile(fullgraph=True)`` goes through; otherwise compiled code leaves its graph for a call.
 
     Raises:
@@ -58,6 +61,7 @@ class KernelCapabilities:
     state_backward: bool = False
     initial_state: bool = False
     final_state: bool = False
+    state_in_place: bool = False
     packed: bool = False
     dense: bool = True
     key_head_sizes: Container[int] | None = None
@@ -68,6 +72,7 @@ class KernelCapabilities:
     strided: bool = False
     state_layout: Literal["kv", "vk"] = "kv"
     deterministic: bool = False
+    isolated_gradients: bool = False
     compile_safe: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +102,8 @@ class KernelCapabilities:
         Yields:
             One :class:`Refusal` a limit.
         """
-        if not (self.chunk if form == "chunk" else self.step):
+        exists = self.chunk if form == "chunk" else self.step
+        if not exists:
             other = "call step(...)" if form == "chunk" else "call the kernel itself, which runs in chunks"
             yield Refusal(
                 "form",
@@ -127,7 +133,7 @@ class KernelCapabilities:
                     f"{letter}={size}",
                     "use another kernel for this model",
                 )
-        if inputs.needs_grad:
+        if inputs.needs_grad and exists:  # a form that is not there needs no word on its gradients
             if not (self.backward if form == "chunk" else self.step_backward):
                 yield Refusal(
                     "backward",

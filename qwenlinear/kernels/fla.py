@@ -13,21 +13,12 @@ from torch import Tensor
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
-from qwenlinear.kernels.hardware import Hardware, HardwareProbe, at_least, import_function
+from qwenlinear.kernels.hardware import TRITON, Hardware, HardwareProbe, at_least, import_function
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer
 from qwenlinear.kernels.packing import PackedSequences
 
 _FLA = ("fla-core", "flash-linear-attention")
-_TRITON = (
-    "triton",
-    "pytorch-triton",
-    "triton-windows",
-    "triton-rocm",
-    "pytorch-triton-rocm",
-    "triton-xpu",
-    "pytorch-triton-xpu",
-)
 _INSTALL = "pip install 'flash-linear-attention>=0.6.0' 'triton>=3.3'"
 _CHUNK = 64  # FLA's chunk, which chunk_indices must match
 
@@ -39,6 +30,9 @@ class FLAKernel(GatedDeltaKernel):
     dispatcher hands the chunked form to FlashQLA where that is installed; its own function is taken from behind the
     dispatcher, so this kernel is FLA's code everywhere. FLA is imported at the first call that nothing else refuses.
     Before a CUDA graph is captured, run the call once with the same :class:`PackedSequences`.
+
+    Not-a-number in one packed document may reach the gradients of another (seen on an H200 with FLA 0.6.0 and its TileLang
+    backward, which multiplies a neighbour's rows by zero): `isolated_gradients` is not declared. Outputs stay apart.
 
     Args:
         hardware: reads what a device is; None reads this machine. Tests pass a fake.
@@ -91,7 +85,7 @@ class FLAKernel(GatedDeltaKernel):
                 yield Refusal("device", "a GPU", f"{hardware} without one that PyTorch can use", "use TorchKernel()")
             elif hardware.capability < (8, 0):
                 yield Refusal("compute_capability", "8.0 or newer (Triton's limit)", str(hardware), "use TorchKernel()")
-        for name, distributions, minimum in (("FLA", _FLA, "0.6.0"), ("Triton", _TRITON, "3.3")):
+        for name, distributions, minimum in (("FLA", _FLA, "0.6.0"), ("Triton", TRITON, "3.3")):
             found = hardware.package(*distributions)
             if found is None:
                 yield Refusal("package", f"{name} >= {minimum}", f"no {distributions[0]}", _INSTALL)
@@ -178,7 +172,7 @@ def _known_bad_backward(hardware: Hardware) -> Iterable[Refusal]:
 
     There FLA prefers its TileLang backward to the wrong Triton one where `tilelang` is installed and finds nvcc.
     """
-    triton = hardware.package(*_TRITON)
+    triton = hardware.package(*TRITON)
     hopper = hardware.capability is not None and hardware.capability[0] == 9
     if not hopper or triton is None or not Version("3.4.0") <= triton < Version("3.7.1"):
         return

@@ -26,7 +26,7 @@ class FlashQLAKernel(GatedDeltaKernel):
     """FlashQLA (`flash_qla.chunk_gated_delta_rule`, https://github.com/QwenLM/FlashQLA).
 
     K = V = 128, float16 or bfloat16, compute capability 9.0, 10.0, 10.3, 12.0 or 12.1, chunked form only: as the only
-    kernel of a layer it decodes through chunks, slowly; ``AutoKernel([FlashQLAKernel(), FLAKernel()])`` decodes well.
+    kernel of a layer it decodes through chunks, slowly; ``AutoKernel([FlashQLAKernel(), TritonKernel()])`` decodes well.
     Hardware and versions are checked before the package is imported, which itself raises without such a GPU. Before a
     CUDA graph is captured, run the call once with the same :class:`PackedSequences` (the library asserts it).
 

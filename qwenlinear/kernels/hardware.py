@@ -17,6 +17,16 @@ from packaging.version import InvalidVersion, Version
 
 from qwenlinear.errors import Refusal
 
+TRITON = (  # the distributions that bring Triton along, whichever device they are for
+    "triton",
+    "pytorch-triton",
+    "triton-windows",
+    "triton-rocm",
+    "pytorch-triton-rocm",
+    "triton-xpu",
+    "pytorch-triton-xpu",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:

@@ -30,6 +30,8 @@ class DeltaRuleInputs:
         output_final_state: whether the final state is wanted.
         use_qk_l2norm_in_kernel: whether q and k are still to be normalised, ``x * rsqrt(sum(x**2) + 1e-6)``.
         cu_seqlens: boundaries of packed documents as they came, or None for dense input.
+        state_in_place: whether the final state is to take the initial state's place in memory; only the recurrent form is
+            asked, only with both states and without gradients.
     """
 
     q: Tensor
@@ -42,6 +44,7 @@ class DeltaRuleInputs:
     output_final_state: bool
     use_qk_l2norm_in_kernel: bool
     cu_seqlens: Tensor | PackedSequences | None
+    state_in_place: bool = False
 
     @classmethod
     def validate(
@@ -56,6 +59,7 @@ class DeltaRuleInputs:
         output_final_state: bool,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: Tensor | PackedSequences | None,
+        state_in_place: bool = False,
     ) -> DeltaRuleInputs:
         """Check everything that needs no tensor value; the first fault found is reported.
 
@@ -84,6 +88,7 @@ class DeltaRuleInputs:
         for name, flag in (
             ("output_final_state", output_final_state),
             ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+            ("state_in_place", state_in_place),
         ):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} needs True or False, got {flag!r}")
@@ -92,7 +97,7 @@ class DeltaRuleInputs:
             _same_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V] =")
             if initial_state.dtype != g.dtype:
                 raise ValueError(f"initial_state needs {g.dtype} where q is {q.dtype}, got {initial_state.dtype}")
-        return cls(
+        inputs = cls(
             q,
             k,
             v,
@@ -103,7 +108,11 @@ class DeltaRuleInputs:
             output_final_state,
             use_qk_l2norm_in_kernel,
             cu_seqlens,
+            state_in_place,
         )
+        if state_in_place:
+            _check_in_place(inputs)
+        return inputs
 
     @property
     def B(self) -> int:
@@ -173,7 +182,7 @@ class DeltaRuleInputs:
         if self.needs_grad:
             words.append("with gradients")
         if self.initial_state is not None:
-            words.append("from a state")
+            words.append("from a state" + (", in place" if self.state_in_place else ""))
         return ", ".join(words)
 
 
@@ -206,6 +215,30 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
         raise ValueError(f"g needs {_STATE_DTYPES[q.dtype]} where q is {q.dtype}, got {g.dtype}")
     if not beta.is_floating_point():
         raise ValueError(f"beta needs a floating dtype, got {beta.dtype}")
+
+
+def _check_in_place(inputs: DeltaRuleInputs) -> None:
+    state = inputs.initial_state
+    if state is None or not inputs.output_final_state:
+        raise ValueError(
+            "state_in_place needs an initial_state to write to and output_final_state=True, got "
+            f"{'no initial_state' if state is None else 'output_final_state=False'}"
+        )
+    if inputs.needs_grad:
+        raise ValueError(
+            "state_in_place needs a call without gradients, got an input that requires them: use torch.no_grad()"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError(
+            "state_in_place needs an initial_state with memory of its own for each element, got an expanded one "
+            f"(strides {list(state.stride())}): clone() it"
+        )
+    # A graph that is being captured cannot ask; there PyTorch itself refuses to write to such a tensor.
+    if not torch.compiler.is_compiling() and state.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "state_in_place needs inference mode around a call whose initial_state was made in inference mode, got "
+            "none: use torch.inference_mode(), or clone() the state"
+        )
 
 
 def _scale(scale: float | None, K: int) -> float:

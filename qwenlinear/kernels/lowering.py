@@ -81,6 +81,8 @@ def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[
     if isinstance(inputs.cu_seqlens, Tensor):
         sync = " (one synchronisation a call; make a PackedSequences once a batch)" if inputs.cu_seqlens.is_cuda else ""
         yield Lowering(f"boundaries are read from the cu_seqlens tensor{sync}", _read_boundaries)
+    if inputs.state_in_place and not _reaches_kernel(inputs, capabilities):
+        yield Lowering("the final state is copied into initial_state", _out_of_place, _copy_state)
     if inputs.cu_seqlens is None and not capabilities.dense:
         yield Lowering(f"the {inputs.B} rows of the batch are packed one behind another", _pack_rows, _unpack_rows)
     if inputs.cu_seqlens is not None and not capabilities.empty_sequences and _maybe_empty(inputs.cu_seqlens):
@@ -108,8 +110,9 @@ def run_without_tokens(inputs: DeltaRuleInputs) -> Answer:
     o = inputs.v.clone(memory_format=torch.contiguous_format)
     for tensor in _tensors(inputs).values():
         o = o + tensor.sum().to(o.dtype)
-    final = inputs.state_or_zeros().clone() if inputs.output_final_state else None
-    return o, final
+    if inputs.state_in_place:
+        return o, inputs.initial_state
+    return o, inputs.state_or_zeros().clone() if inputs.output_final_state else None
 
 
 def strided_names(inputs: DeltaRuleInputs) -> list[str]:
@@ -127,6 +130,29 @@ def strided_names(inputs: DeltaRuleInputs) -> list[str]:
 def _tensors(inputs: DeltaRuleInputs) -> dict[str, Tensor]:
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
     return named if inputs.initial_state is None else {**named, "initial_state": inputs.initial_state}
+
+
+def _reaches_kernel(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> bool:
+    """Whether initial_state itself comes to a kernel that writes to it, and no rewritten copy of it."""
+    state, bounds = inputs.initial_state, inputs.cu_seqlens
+    assert state is not None, "validated"
+    dropped = bounds is not None and not capabilities.empty_sequences and _maybe_empty(bounds)
+    copied = not (capabilities.strided or state.is_contiguous())
+    return capabilities.state_in_place and capabilities.state_layout == "kv" and not dropped and not copied
+
+
+def _out_of_place(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+    return replace(inputs, state_in_place=False)
+
+
+def _copy_state(inputs: DeltaRuleInputs, answer: Answer) -> Answer:
+    o, final = answer
+    state = inputs.initial_state
+    assert state is not None, "validated"
+    assert final is not None, "validated"
+    with torch.no_grad():  # no gradient is asked for, and a state that requires one may be written to all the same
+        state.copy_(final)
+    return o, state
 
 
 def _read_boundaries(inputs: DeltaRuleInputs) -> DeltaRuleInputs:

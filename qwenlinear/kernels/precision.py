@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+# Asked once: TorchDynamo cannot trace the question before PyTorch 2.12, and a call to the kernel should not pay for it.
+_KNOWN = frozenset(
+    name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla") if torch.amp.is_autocast_available(name)
+)
+
 
 def autocast_enabled(device: torch.device) -> bool:
     """Whether autocast is on for tensors on this device.
@@ -17,7 +22,8 @@ def autocast_enabled(device: torch.device) -> bool:
     Returns:
         True inside an enabled ``torch.autocast`` for the device's type.
     """
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    known = device.type in _KNOWN or torch.amp.is_autocast_available(device.type)
+    return known and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -45,11 +45,13 @@ class TorchKernel(GatedDeltaKernel):
         state_backward=True,
         initial_state=True,
         final_state=True,
+        state_in_place=True,
         packed=True,
         value_head_groups=True,
         qk_l2norm=True,
         strided=True,
         deterministic=True,
+        isolated_gradients=True,
     )
     tolerances = {
         torch.float64: Tolerance(output=1e-11, state=1e-11, gradient=1e-9),
@@ -87,6 +89,7 @@ class TorchKernel(GatedDeltaKernel):
             q, k = l2norm(q), l2norm(k)
         q, decay = q * inputs.scale, inputs.g.exp()
         S = inputs.state_or_zeros().unflatten(1, (H, G))  # [N, H, G, K, V]
+        in_place = inputs.state_in_place and packed is None  # packed sequences are put in another order
         if packed is None:
             counts = [inputs.B] * inputs.T
             steps = [[x[:, t] for x in (q, k, v, beta, decay)] for t in range(inputs.T)]
@@ -98,16 +101,21 @@ class TorchKernel(GatedDeltaKernel):
         outs, ended = [], []
         for n, (q_t, k_t, v_t, beta_t, decay_t) in zip(counts, steps, strict=True):
             ended.append(S[n:])
-            S = S[:n] * decay_t.unflatten(1, (H, G))[..., None, None]
+            decay_t = decay_t.unflatten(1, (H, G))[..., None, None]
+            S = S.mul_(decay_t) if in_place else S[:n] * decay_t
             error = v_t.unflatten(1, (H, G)) - torch.einsum("nhgkv,nhk->nhgv", S, k_t)
-            S = S + torch.einsum("nhk,nhgv->nhgkv", k_t, beta_t.unflatten(1, (H, G)).unsqueeze(-1) * error)
+            written = torch.einsum("nhk,nhgv->nhgkv", k_t, beta_t.unflatten(1, (H, G)).unsqueeze(-1) * error)
+            S = S.add_(written) if in_place else S + written
             outs.append(torch.einsum("nhgkv,nhk->nhgv", S, q_t).flatten(1, 2))
-        final = torch.cat([S, *reversed(ended)]).flatten(1, 2)
         if packed is None:
             o = torch.stack(outs, dim=1)
+            final = S.flatten(1, 2)
         else:
             o = torch.cat(outs).index_select(0, slots).unsqueeze(0)
-            final = final.index_select(0, order.argsort())
+            final = torch.cat([S, *reversed(ended)]).flatten(1, 2).index_select(0, order.argsort())
+        if inputs.state_in_place:
+            assert inputs.initial_state is not None, "validated"
+            final = inputs.initial_state if in_place else inputs.initial_state.copy_(final)
         return o.to(inputs.q.dtype), final
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import check_input
-from qwenlinear.layers.config import ACTIVATIONS, GatedDeltaNetConfig, read_field
+from qwenlinear.layers.config import GatedDeltaNetConfig, read_field
 from qwenlinear.layers.gated_delta_net import Qwen3_5GatedDeltaNet
 from qwenlinear.layers.gated_norm import ZeroCenteredRMSNorm
 from qwenlinear.layers.padding import real_tokens
+from qwenlinear.ops.activations import ACTIVATIONS
 
 
 class GatedDeltaNetBlock(nn.Module):
@@ -71,20 +72,21 @@ class GatedDeltaNetBlock(nn.Module):
 
         Raises:
             ValueError: an argument that does not fit.
-            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged, or refuses further calls
+                where its states had been written in place (:class:`GatedDeltaNetCache`).
         """
         check_input(self.linear_attn.config, hidden_states, cache)
         padding = None if attention_mask is None else ~real_tokens(attention_mask, hidden_states)[..., None]
         if padding is not None:  # norms and MLP go row by row, but their weights' gradients sum over the padding
             hidden_states = hidden_states.masked_fill(padding, 0.0)
         held = None if cache is None else dict(vars(cache))
+        mixed = self.linear_attn(self.input_layernorm(hidden_states), cu_seqlens, cache, attention_mask)
         try:
-            mixed = self.linear_attn(self.input_layernorm(hidden_states), cu_seqlens, cache, attention_mask)
             hidden_states = hidden_states + mixed
             hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         except BaseException:
-            if cache is not None and held is not None:  # the layer may be through when the MLP fails
-                vars(cache).update(held)
+            if cache is not None and held is not None:  # the layer is through when the MLP fails
+                cache.take_back(held)
             raise
         return hidden_states if padding is None else hidden_states.masked_fill(padding, 0.0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,10 +14,17 @@ class GatedDeltaNetCache:
     """State of one layer: the last columns of the convolution's input, and the recurrent state. Rows are sequences.
 
     Hand a fresh one to the first call and the same one to each later call. A model needs one for each layer: a layer refuses
-    one that another layer filled. After N packed documents the next call is N packed documents or a batch of N. A call that
-    raises leaves it unchanged. The graph is kept when gradients are on: call :meth:`detach` between steps of truncated
-    back-propagation. Activation checkpointing runs a call a second time, when the cache has gone on: inside the
-    checkpointed function use a :meth:`copy` made there.
+    one that another layer filled. After N packed documents the next call is N packed documents or a batch of N. The graph is
+    kept when gradients are on: call :meth:`detach` between steps of truncated back-propagation. Activation checkpointing
+    runs a call a second time, when the cache has gone on: inside the checkpointed function use a :meth:`copy` made there.
+
+    **In place.** One token a sequence, without gradients, is decoded in the memory of the states that a layer left here: the
+    two tensors stay the same ones (a captured CUDA graph finds them) and their values change, so keep a :meth:`copy` and
+    not a reference. Tensors that carry a graph, that were detached from one or put in by hand are never written to: the
+    call leaves new ones, which later calls write.
+
+    A call that raises leaves the cache unchanged: everything is checked before the first write. What fails while states are
+    being written (out of memory, an interrupt) cannot be undone, and the cache refuses further calls until it is reset.
 
     Attributes:
         conv_state: ``[N, 2*key_dim+value_dim, W-1]`` in the activations' dtype, oldest column first; None before the
@@ -31,6 +40,11 @@ class GatedDeltaNetCache:
     conv_state: Tensor | None
     recurrent_state: Tensor | None
     _layer: weakref.ref[object] | None  # which layer filled it
+    _own: tuple[Tensor, Tensor] | None  # states that nobody's graph reaches
+    _torn: bool  # a call failed while it was writing
+    _agreed: (
+        tuple[object, torch.dtype] | None
+    )  # the kernel and activations' dtype that were asked about these very states
 
     def __init__(self) -> None:
         self.reset()
@@ -45,6 +59,9 @@ class GatedDeltaNetCache:
         self.conv_state = None
         self.recurrent_state = None
         self._layer = None
+        self._own = None
+        self._torn = False
+        self._agreed = None
 
     def check_layer(self, layer: object) -> None:
         """Refuse another layer's states: they would fit, and be wrong.
@@ -70,9 +87,77 @@ class GatedDeltaNetCache:
             recurrent_state: ``[N, HV, K, V]``.
         """
         self.conv_state, self.recurrent_state, self._layer = conv_state, recurrent_state, weakref.ref(layer)
+        self._keep_own()
+
+    def why_not_in_place(self) -> str | None:
+        """Why a call that needs no gradients does not write its new states over the old ones.
+
+        Returns:
+            One reason in words, or None where it does.
+        """
+        conv, recurrent = self.conv_state, self.recurrent_state
+        if conv is None or recurrent is None:
+            return "the cache is empty"
+        if self._own is None or self._own[0] is not conv or self._own[1] is not recurrent:
+            return "its states carry a graph, were detached from one or put in by hand"
+        if torch.compiler.is_compiling():
+            return None  # which cannot ask the next question
+        if (conv.is_inference() or recurrent.is_inference()) and not torch.is_inference_mode_enabled():
+            return "its states are of inference mode, and the call is not"
+        return None
+
+    def agreed(self, kernel: object, dtype: torch.dtype, ask: Callable[[], None]) -> None:
+        """Ask a kernel once, and not for each token, whether it takes a step from these states.
+
+        Args:
+            kernel: whom to ask; its answer rests on nothing that changes while the states are the same tensors.
+            dtype: of the activations.
+            ask: raises where it refuses.
+        """
+        if torch.compiler.is_compiling():
+            ask()
+        elif self._agreed is None or self._agreed[0] is not kernel or self._agreed[1] != dtype:
+            ask()
+            self._agreed = (kernel, dtype)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around the writes of a call in place: what fails in between leaves states that nobody may go on from."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def take_back(self, held: Mapping[str, object]) -> None:
+        """Undo a layer's call, for a module around the layer that fails after it.
+
+        Args:
+            held: ``dict(vars(cache))`` from before the call. States that the call wrote in place are lost, and refused later.
+        """
+        if held["conv_state"] is not None and held["conv_state"] is self.conv_state:
+            self._torn = True
+        else:
+            vars(self).update(held)
+
+    def check_whole(self) -> None:
+        """Refuse states that a failed call had begun to write.
+
+        Raises:
+            ValueError: there was such a call since the last :meth:`reset`.
+        """
+        if self._torn:
+            raise ValueError(
+                "cache needs whole states, got some that a failed call had begun to write; reset() it and run its sequences "
+                "again, or go on from a copy() made before that call"
+            )
+
+    def _keep_own(self) -> None:
+        conv, recurrent = self.conv_state, self.recurrent_state
+        fresh = conv is not None and recurrent is not None and not (conv.requires_grad or recurrent.requires_grad)
+        self._own = (conv, recurrent) if fresh else None  # type: ignore[assignment]
+        self._agreed = None
 
     def __getstate__(self) -> dict[str, object]:  # a saved cache fits any layer of its shapes
-        return {**self.__dict__, "_layer": None}
+        return {**self.__dict__, "_layer": None, "_agreed": None}
 
     def reorder(self, index: Tensor) -> None:
         """Keep, drop or repeat sequences, as beam search does: row i becomes what row ``index[i]`` was.
@@ -91,6 +176,7 @@ class GatedDeltaNetCache:
             conv_state = self.conv_state.index_select(0, index)
             recurrent_state = self.recurrent_state.index_select(0, index)
             self.conv_state, self.recurrent_state = conv_state, recurrent_state
+            self._keep_own()
 
     def copy(self) -> GatedDeltaNetCache:
         """An independent cache with the same states, for instance to branch a generation.
@@ -101,7 +187,8 @@ class GatedDeltaNetCache:
         other = GatedDeltaNetCache()
         other.conv_state = None if self.conv_state is None else self.conv_state.clone()
         other.recurrent_state = None if self.recurrent_state is None else self.recurrent_state.clone()
-        other._layer = self._layer
+        other._layer, other._torn = self._layer, self._torn
+        other._keep_own()
         return other
 
     def detach(self) -> None:

@@ -110,6 +110,7 @@ def _packed(cu_seqlens: Tensor | PackedSequences, hidden_states: Tensor) -> Pack
 
 
 def _check_cache(config: GatedDeltaNetConfig, cache: GatedDeltaNetCache, N: int, hidden_states: Tensor) -> None:
+    cache.check_whole()
     conv, recurrent = cache.conv_state, cache.recurrent_state
     if conv is None and recurrent is None:
         return

@@ -18,15 +18,29 @@ from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, check_input, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
-from qwenlinear.layers.gate import log_decay
+from qwenlinear.layers.explain import describe, explain_layer
 from qwenlinear.layers.gated_norm import GatedRMSNorm
+from qwenlinear.layers.mixing import (
+    KernelArguments,
+    MixingWeights,
+    check_step,
+    decode_in_place,
+    prepare,
+    recur,
+)
+from qwenlinear.layers.plain import why_not_plain
+from qwenlinear.layers.projection import Projected, project, project_token
 from qwenlinear.layers.short_conv import ShortConvolution
+from qwenlinear.ops import epilogue
+from qwenlinear.ops.gate import log_decay
 
 
 class GatedDeltaNet(nn.Module, ABC):
     """A Gated DeltaNet layer (Yang et al., "Gated Delta Networks", arXiv:2412.06464), abstract in its projections.
 
-    project -> short convolution over q, k, v -> gated delta rule -> gated RMS norm -> project.
+    project -> short convolution over q, k, v -> gated delta rule -> gated RMS norm -> project. On a GPU the projections are
+    one product where their modules are plain ``nn.Linear``, and what lies around the kernel are fused operators; `repr` and
+    :meth:`explain` say what runs, and why not that.
 
     ``A_log`` and ``dt_bias`` stay float32 (or float64) through every cast, so ``layer.to(torch.bfloat16)`` is safe.
     Nothing but :meth:`reset_parameters` initialises, so loading is never undone.
@@ -65,10 +79,6 @@ class GatedDeltaNet(nn.Module, ABC):
     def _add_modules(self) -> None:
         """Add the submodules in Transformers' order: `_add_convolution`, `_add_output`, and the input projections."""
 
-    @abstractmethod
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v side by side ``[B, T, conv_dim]``, z ``[B, T, HV, V]``, b and a ``[B, T, HV]``."""
-
     def _add_convolution(self) -> None:
         c = self.config
         self.conv1d = ShortConvolution(c.conv_dim, c.linear_conv_kernel_dim, c.hidden_act)
@@ -97,7 +107,8 @@ class GatedDeltaNet(nn.Module, ABC):
             cu_seqlens: ``[N+1]`` int32 or int64 boundaries of packed documents, or a :class:`PackedSequences` (B must
                 be 1); default None. A tensor on a GPU costs one synchronisation a call.
             cache: goes on from its states and leaves the new ones there; default None for sequences that start and end
-                here. One token without gradients runs the kernel's recurrent form where it declares one.
+                here. One token without gradients runs the kernel's recurrent form where it declares one, and writes the
+                states in place (:class:`GatedDeltaNetCache`).
             attention_mask: ``[B, T or longer]`` any dtype, nonzero for real tokens, the last T columns count; default
                 None. Padding may lie at the left, the right, or fill a row, not between real tokens (checked on the CPU);
                 its output is zero. Not with ``cu_seqlens``.
@@ -107,37 +118,21 @@ class GatedDeltaNet(nn.Module, ABC):
 
         Raises:
             ValueError: an argument that does not fit; ``attention_mask`` together with ``cu_seqlens``.
-            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged, or refuses further calls
+                where its states were being written in place.
         """
         call = self._prepare(hidden_states, cu_seqlens, cache, attention_mask)
+        if cache is not None and self._why_not_in_place(hidden_states, call, cache) is None:
+            return self._decode_in_place(hidden_states, cache)
         padding, cached = call.padding, cache is not None
         if padding is not None:
             hidden_states = padding.align(hidden_states)
-        mixed, z, b, a = self._project(hidden_states)
+        parts = self._project(hidden_states)
+        z = parts.z
         with without_autocast(hidden_states.device):  # states, gates and norms stay float32: only projections are cast
-            mixed, conv_state = self.conv1d(
-                mixed,
-                initial_state=call.conv_state,
-                output_final_state=cached,
-                cu_seqlens=call.packed,
-                lengths=None if padding is None else padding.lengths,
-            )
-            q, k, v = self._split(mixed)
-            g, beta = log_decay(a, self.A_log, self.dt_bias).to(state_dtype(q.dtype)), b.sigmoid()
-            if padding is not None:
-                g, beta = padding.fill(g), padding.fill(beta)  # neither decays the state nor writes to it
-            step = self._form(call, q, k, v, g, beta) == "step"
-            o, recurrent_state = (self.kernel.step if step else self.kernel)(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                initial_state=call.recurrent_state,
-                output_final_state=cached,
-                use_qk_l2norm_in_kernel=True,
-                cu_seqlens=call.packed,
-            )
+            given, conv_state = self._prepare_kernel(parts, call, cached)
+            del parts  # nobody needs q, k and v as projected any more
+            o, recurrent_state = recur(self.kernel, given, call.recurrent_state, cached, call.packed, call.decodes)
             o = self.norm(o, z)
         output: Tensor = self.out_proj(o.flatten(2))
         if padding is not None:
@@ -146,6 +141,74 @@ class GatedDeltaNet(nn.Module, ABC):
             cache.store(self, conv_state, recurrent_state)
         return output
 
+    def _project(self, hidden_states: Tensor) -> Projected:
+        return project(self, self.config, hidden_states)
+
+    def _prepare_kernel(self, parts: Projected, call: LayerCall, cached: bool) -> tuple[KernelArguments, Tensor | None]:
+        """The fused prologue reads the convolution's weight; a convolution that is more than its weight is called."""
+        c = self.config
+        if why_not_plain(self.conv1d, ShortConvolution) is None:
+            return prepare(c, parts, self._weights(), call.conv_state, cached, call.packed, call.padding)
+        mixed, conv_state = self.conv1d(
+            parts.qkv,
+            initial_state=call.conv_state,
+            output_final_state=cached,
+            cu_seqlens=call.packed,
+            lengths=None if call.padding is None else call.padding.lengths,
+        )
+        q, k, v = torch.split(mixed, [c.key_dim, c.key_dim, c.value_dim], -1)
+        q, k = (x.unflatten(-1, (c.linear_num_key_heads, c.linear_key_head_dim)) for x in (q, k))
+        v = v.unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
+        g, beta = log_decay(parts.a, self.A_log, self.dt_bias).to(state_dtype(q.dtype)), parts.b.sigmoid()
+        if call.padding is not None:
+            g, beta = call.padding.fill(g), call.padding.fill(beta)
+        return KernelArguments(q, k, v, g, beta, False), conv_state
+
+    def _decode_in_place(self, hidden_states: Tensor, cache: GatedDeltaNetCache) -> Tensor:
+        conv_state, recurrent_state = cache.conv_state, cache.recurrent_state
+        assert conv_state is not None
+        assert recurrent_state is not None
+        token = project_token(self, self.config, hidden_states)
+        cache.agreed(self.kernel, token.q.dtype, lambda: check_step(self.kernel, token, recurrent_state))
+        with cache.writing():
+            with without_autocast(hidden_states.device):
+                o = decode_in_place(
+                    self.config, self.kernel, token, self._weights(), conv_state, recurrent_state
+                ).view_as(token.z)
+                o = epilogue(o, token.z, self.norm.weight, self.norm.eps)
+            output: Tensor = self.out_proj(o.flatten(2))
+        return output
+
+    def _weights(self) -> MixingWeights:
+        return MixingWeights(self.conv1d.weight, self.A_log, self.dt_bias)
+
+    def _why_not_in_place(self, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache) -> str | None:
+        """Why a call leaves new states instead of writing over the old ones, in words."""
+        if not call.decodes or call.packed is not None or call.padding is not None:
+            return "that is for one token a sequence, dense and without a mask"
+        if not self.kernel.capabilities.step:
+            return "the kernel has no recurrent form"
+        if torch.compiler.is_compiling() and not self.kernel.capabilities.compile_safe:
+            return "compiled code leaves its graph for this kernel"
+        if (reason := cache.why_not_in_place()) is not None:
+            return reason
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *self.parameters())):
+            return "gradients are needed"
+        assert cache.conv_state is not None
+        if cache.conv_state.dtype != self._dtype(hidden_states):
+            return f"cache.conv_state is {cache.conv_state.dtype}"
+        modules = {"conv1d": ShortConvolution, "norm": GatedRMSNorm, "out_proj": nn.Linear}
+        for name, kind in modules.items():  # what could raise after the states were written
+            if (reason := why_not_plain(getattr(self, name), kind)) is not None:
+                return f"{name} {reason}"
+        return None
+
+    def _dtype(self, hidden_states: Tensor) -> torch.dtype:
+        """What the projections return."""
+        device, dtype = hidden_states.device, hidden_states.dtype
+        cast = autocast_enabled(device) and dtype != torch.float64
+        return torch.get_autocast_dtype(device.type) if cast else dtype
+
     def explain(
         self,
         hidden_states: Tensor,
@@ -153,47 +216,24 @@ class GatedDeltaNet(nn.Module, ABC):
         cache: GatedDeltaNetCache | None = None,
         attention_mask: Tensor | None = None,
     ) -> str:
-        """What a call with these arguments would run, in words: convolution, form, kernel, norm. Nothing is computed.
+        """What a call with these arguments would run, in words, and why not what is faster. Nothing is computed.
 
         Args: those of the call itself.
 
         Returns:
-            A few lines to print.
+            A few lines to print: projections, prologue, epilogue, padding, the kernel's form, and the kernel.
 
         Raises:
             ValueError: an argument that does not fit.
         """
         call = self._prepare(hidden_states, cu_seqlens, cache, attention_mask)
-        device, dtype, (B, T, _) = hidden_states.device, hidden_states.dtype, hidden_states.shape
-        if autocast_enabled(device) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        trains = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (hidden_states, *self.parameters(), call.recurrent_state)
-        )
-        mixed = torch.empty(B, T, self.config.conv_dim, dtype=dtype, device=device, requires_grad=trains)
-        q, k, v = self._split(mixed)
-        beta = mixed[..., : self.config.linear_num_value_heads]
-        g = beta.to(state_dtype(dtype))
-        form = self._form(call, q, k, v, g, beta)
-        kernel = self.kernel.explain(
-            q, k, v, g, beta, None, call.recurrent_state, cache is not None, True, cu_seqlens=call.packed
-        )
-        return "\n".join(
-            [
-                f"{type(self).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
-                f"  convolution: {self.conv1d.implementation(device, dtype)}",
-                f"  gated norm: {self.norm.implementation(device, dtype)}",
-                f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
-                f"  form: {form}",
-                *(f"  {line}" for line in kernel.splitlines()),
-            ]
-        )
+        return explain_layer(self, hidden_states, call, cache)
 
     def extra_repr(self) -> str:
         c = self.config
         heads = f"heads={c.linear_num_key_heads}/{c.linear_num_value_heads}"
         sizes = f"{c.linear_key_head_dim}/{c.linear_value_head_dim}"
-        return f"hidden_size={c.hidden_size}, {heads} x {sizes}, kernel={self.kernel!r}"
+        return f"hidden_size={c.hidden_size}, {heads} x {sizes}, kernel={self.kernel!r}\n{describe(self, c)}"
 
     def _prepare(
         self,
@@ -216,21 +256,6 @@ class GatedDeltaNet(nn.Module, ABC):
                 f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
             )
         return call
-
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k ``[B, T, H, K]`` and v ``[B, T, HV, V]``, views."""
-        c = self.config
-        q, k, v = torch.split(mixed, [c.key_dim, c.key_dim, c.value_dim], -1)
-        keys = (c.linear_num_key_heads, c.linear_key_head_dim)
-        values = (c.linear_num_value_heads, c.linear_value_head_dim)
-        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
-
-    def _form(self, call: LayerCall, *tensors: Tensor) -> str:
-        state = call.recurrent_state
-        trains = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in tensors) or (state is not None and state.requires_grad)
-        )
-        return "step" if call.decodes and not trains and self.kernel.capabilities.step else "chunk"
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
@@ -292,9 +317,6 @@ class Qwen3NextGatedDeltaNet(GatedDeltaNet):
         self._add_projection("in_proj_ba", 2 * c.linear_num_value_heads)
         self._add_output()
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return split_grouped(self.config, self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states))
-
 
 class Qwen3_5GatedDeltaNet(GatedDeltaNet):
     """The layer as Qwen3.5 lays it out: projections for q|k|v, z, b and a, heads in order.
@@ -322,28 +344,3 @@ class Qwen3_5GatedDeltaNet(GatedDeltaNet):
         self._add_projection("in_proj_z", c.value_dim)
         self._add_projection("in_proj_b", c.linear_num_value_heads)
         self._add_projection("in_proj_a", c.linear_num_value_heads)
-
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        c = self.config
-        z = self.in_proj_z(hidden_states).unflatten(-1, (c.linear_num_value_heads, c.linear_value_head_dim))
-        return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
-
-
-def split_grouped(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take Qwen3-Next's projections apart, whose channels are grouped by key head.
-
-    Args:
-        config: the layer's sizes.
-        qkvz: ``[B, T, 2*key_dim+2*value_dim]``.
-        ba: ``[B, T, 2*HV]``.
-
-    Returns:
-        q, k and v side by side ``[B, T, conv_dim]``, z ``[B, T, HV, V]``, b and a ``[B, T, HV]``.
-    """
-    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    group = config.linear_num_value_heads // H
-    by_head = qkvz.unflatten(-1, (H, 2 * K + 2 * group * V))
-    q, k, v, z = torch.split(by_head, [K, K, group * V, group * V], -1)
-    b, a = torch.split(ba.unflatten(-1, (H, 2 * group)), [group, group], -1)
-    mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
-    return mixed, z.flatten(2).unflatten(-1, (H * group, V)), b.flatten(2), a.flatten(2)

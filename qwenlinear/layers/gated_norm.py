@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenlinear.layers.fused import fla_module, why_not_fla
+from qwenlinear.ops import epilogue, why_not_fused
 
 
 class GatedRMSNorm(nn.Module):
     """``weight * rms_norm(x) * silu(gate)``, Transformers' ``Qwen3NextRMSNormGated``.
 
-    On a GPU flash-linear-attention's fused kernel runs where it is installed, otherwise PyTorch with the same results;
-    `repr` says which.
+    :func:`qwenlinear.ops.epilogue`: a fused operator on a GPU, otherwise PyTorch with the same results; `repr` says which.
 
     Args:
         size: V, the last dimension.
@@ -22,7 +21,7 @@ class GatedRMSNorm(nn.Module):
     Example:
         >>> norm = GatedRMSNorm(8)
         >>> norm
-        GatedRMSNorm(8, eps=1e-06, runs on PyTorch: tensors on cpu)
+        GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)
         >>> norm(torch.randn(2, 3, 8), torch.randn(2, 3, 8)).shape
         torch.Size([2, 3, 8])
     """
@@ -46,52 +45,15 @@ class GatedRMSNorm(nn.Module):
         Returns:
             ``[..., V]`` in x's dtype; computed in float32 at least.
         """
-        return gated_norm(x, gate, self.weight, self.eps)
+        return epilogue(x, gate, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, {self.implementation(self.weight.device, self.weight.dtype)}"
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What runs on such tensors, in words."""
-        reason = why_not_fla(device, dtype)
-        return "runs on flash-linear-attention" if reason is None else f"runs on PyTorch: {reason}"
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The gated norm on what this machine has: flash-linear-attention's kernel, or PyTorch with the same results.
-
-    Args:
-        x: ``[..., V]`` any floating dtype.
-        gate: ``[..., V]`` before the activation.
-        weight: ``[V]``.
-        eps: added to the mean square.
-
-    Returns:
-        ``[..., V]`` in x's dtype; computed in float32 at least.
-    """
-    fla = fla_module(x, "norm.fused_norm_gate")
-    if fla is None:
-        return gated_rms_norm(x, gate, weight, eps)
-    y: Tensor = fla.rms_norm_gated(x, gate, weight, None, activation="swish", eps=eps)
-    return y
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The gated norm in PyTorch, rounding where Transformers rounds.
-
-    Args:
-        x: ``[..., V]``.
-        gate: ``[..., V]``.
-        weight: ``[V]``.
-        eps: added to the mean square.
-
-    Returns:
-        ``[..., V]`` in x's dtype.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    normed = x.to(wide)
-    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
-    return (weight * normed.to(x.dtype) * F.silu(gate.to(wide))).to(x.dtype)
+        reason = why_not_fused(device, dtype)
+        return "runs fused" if reason is None else f"runs in PyTorch: {reason}"
 
 
 class ZeroCenteredRMSNorm(nn.Module):

@@ -13,6 +13,7 @@ from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.kernels.torch_kernel import TorchKernel
 from qwenlinear.testing.cases import Case, Drawn, draw
+from qwenlinear.testing.in_place import run_in_place
 from qwenlinear.testing.limits import malformed, refused
 from qwenlinear.testing.reference import Call, token_by_token
 from qwenlinear.testing.running import (
@@ -71,6 +72,14 @@ def resume(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> 
 def handover(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:
     """The chunked form's state, continued by the recurrent form, gives the reference of the one call."""
     return _judged(kernel, _in_pieces(form_of(kernel, "chunk"), form_of(kernel, "step"), case), draw(case, device))
+
+
+def in_place(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:
+    """Steps that overwrite the state they start from give the reference of those that do not, and write to nothing else."""
+    drawn, step = draw(case, device), form_of(kernel, "step")
+    answers = run_in_place(_in_pieces(step, step, case) if case.pieces else step, drawn)
+    truth = _truth(kernel, drawn)
+    return _within(compare(answers, truth, drawn.double(), kernel.tolerances[case.torch_dtype]), answers, truth)
 
 
 def repeat(kernel: GatedDeltaKernel, case: Case, device: torch.device | str) -> Errors:
@@ -193,6 +202,7 @@ CHECKS: dict[str, Check] = {
         separate,
         resume,
         handover,
+        in_place,
         repeat,
         isolation,
         stale,

@@ -116,6 +116,8 @@ class _Generator:
         yield full.but(topic="sequences kept apart", check="isolation", B=3, T=40)
         if self.capabilities.initial_state and self.capabilities.final_state:
             yield from self.resumed()
+            if self.base.form == "step":
+                yield from self.in_place()
 
     def features(self) -> Iterator[Case]:
         """One feature at a time, so that the first failure says which."""
@@ -176,7 +178,8 @@ class _Generator:
         for boundaries in ("int32", "int64"):
             yield full.but(topic=f"boundaries in {boundaries}", lengths=(5, 0, 12), boundaries=boundaries)
         yield full.but(topic="packed equals separate", check="separate", lengths=(3, 0, 70))
-        yield full.but(topic="packed documents kept apart", check="isolation", lengths=(20, 30, 70, 1))
+        grad = full.grad if self.capabilities.isolated_gradients else ""
+        yield full.but(topic="packed documents kept apart", check="isolation", lengths=(20, 30, 70, 1), grad=grad)
         yield full.but(topic="boundaries rewritten in place", check="stale", lengths=(4, 6, 9), boundaries="int32")
         for layout in ("strided", "expanded"):
             yield full.but(topic=f"{layout} packed inputs", layout=layout, lengths=(5, 0, 70))
@@ -199,6 +202,20 @@ class _Generator:
         if forms and self.base.form == "chunk":
             grad = full.grad if self.capabilities.backward and self.capabilities.step_backward else ""
             yield full.but(topic="chunked, then step by step", check="handover", T=68, pieces=(65, 1, 1, 1), grad=grad)
+
+    def in_place(self) -> Iterator[Case]:
+        """Steps that overwrite their state, declared or lowered."""
+        one = self.base.but(check="in_place", heads=self.grouped, B=2, T=1, l2norm=True, mode="no_grad", **self.states)
+        yield one.but(topic="state in place")
+        yield one.but(topic="state in place, call after call", T=5, pieces=(1, 1, 3))
+        yield one.but(topic="state in place, strided", layout="strided")
+        yield one.but(topic="state in place, no token", T=0)
+        yield one.but(topic="state in place, inference mode", mode="inference")
+        yield one.but(topic="state in place, scratch memory filled with NaN", scratch=True, T=3)
+        if self.capabilities.packed:
+            yield one.but(topic="state in place, packed documents", lengths=(1, 1, 1), B=1)
+            yield one.but(topic="state in place, empty documents", lengths=(0, 1, 0, 3), B=1)
+            yield one.but(topic="state in place, boundaries in int64", lengths=(2, 1), B=1, boundaries="int64")
 
     def once(self, packings: int) -> Iterator[Case]:
         """What does not depend on the dtype, asked with the first."""

@@ -178,7 +178,9 @@ def _cases_of(name: str, declared: list[Case], wider: list[Case]) -> list[Case]:
         "value_head_groups": lambda case: case.heads[1] > case.heads[0],
         "empty_sequences": lambda case: case.lengths is not None and 0 in case.lengths and sum(case.lengths) > 0,
         "deterministic": lambda case: case.check == "repeat",
+        "isolated_gradients": lambda case: case.check == "isolation" and case.lengths is not None and bool(case.grad),
         "devices": lambda case: True,
+        "state_in_place": lambda case: case.check == "in_place",
     }
     judged = [case for case in wider if case.check not in ("refused", "malformed", "tolerances")]
     if name in lowered:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels.base import GatedDeltaKernel
@@ -30,6 +31,8 @@ def beyond(capabilities: KernelCapabilities, case: Case) -> Iterator[Case]:
     for code, limited in _beyond(capabilities, plain):
         yield limited.but(topic=f"limit {code}", check="refused", expects=code)
     for text in MALFORMED:
+        if text.startswith("state_in_place") and plain.form == "chunk":
+            continue  # an argument of the recurrent form alone
         yield plain.but(topic="malformed call", check="malformed", expects=text)
 
 
@@ -84,6 +87,16 @@ def _refuse(kernel: GatedDeltaKernel, case: Case, arguments: Arguments) -> Any:
     raise Fault(f"the call ran although {case.expects!r} is not declared")
 
 
+def _in_place(a: Arguments) -> Arguments:
+    states = (len(a["q"]), *a["v"].shape[2:3], a["q"].shape[3], a["v"].shape[3])
+    return {**a, "initial_state": a["g"].new_zeros(states), "output_final_state": True, "state_in_place": True}
+
+
+def _expanded(a: Arguments) -> Tensor:
+    state: Tensor = a["initial_state"]
+    return state.new_zeros(1, 1, 1, 1).expand(state.shape)
+
+
 MALFORMED: dict[str, Callable[[Arguments], Arguments]] = {  # the first word names the argument
     "q with three dimensions": lambda a: {**a, "q": a["q"][0]},
     "k with fewer tokens": lambda a: {**a, "k": a["k"][:, :-1]},
@@ -94,6 +107,10 @@ MALFORMED: dict[str, Callable[[Arguments], Arguments]] = {  # the first word nam
     "scale not finite": lambda a: {**a, "scale": float("nan")},
     "initial_state of another shape": lambda a: {**a, "initial_state": a["g"].new_zeros(7, 7, 7, 7)},
     "cu_seqlens as a list": lambda a: {**a, "cu_seqlens": [0, 3]},
+    "state_in_place without an initial_state": lambda a: {**_in_place(a), "initial_state": None},
+    "state_in_place without output_final_state": lambda a: {**_in_place(a), "output_final_state": False},
+    "state_in_place with gradients": lambda a: {**_in_place(a), "v": a["v"].detach().clone().requires_grad_()},
+    "state_in_place of an expanded state": lambda a: {**_in_place(a), "initial_state": _expanded(_in_place(a))},
 }
 
 
@@ -127,17 +144,18 @@ def widened(capabilities: KernelCapabilities, device_type: str) -> Iterator[tupl
     Yields:
         What is tried, in words, and the fields to replace.
     """
-    forms: dict[str, Form] = {"backward": "chunk", "step_backward": "step"}
+    forms: dict[str, Form] = {"backward": "chunk", "step_backward": "step", "state_in_place": "step"}
     names = (
         "backward",
         "step_backward",
         "state_backward",
         "initial_state",
         "final_state",
+        "state_in_place",
         "packed",
         "value_head_groups",
     )
-    for name in (*names, "dense", "empty_sequences", "qk_l2norm", "strided", "deterministic"):
+    for name in (*names, "dense", "empty_sequences", "qk_l2norm", "strided", "deterministic", "isolated_gradients"):
         if not getattr(capabilities, name) and getattr(capabilities, forms.get(name, "chunk"), True):
             yield name, {name: True}
     for name in ("key_head_sizes", "value_head_sizes"):

@@ -64,7 +64,7 @@ def run(execution: Execution, drawn: Drawn) -> Answers:
     handed = {name: leaf.detach().clone() for name, leaf in leaves.items()}
     boundaries = drawn.cu_seqlens.clone() if isinstance(drawn.cu_seqlens, Tensor) else None
     modes = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-    with _scratch() if case.scratch else nullcontext():
+    with scratch_filled_with_nan() if case.scratch else nullcontext():
         with modes[case.mode]():
             o, final = execution({**drawn.view(leaves), **drawn.options})
         _no_alias(leaves, {"output": o, "final state": final})
@@ -73,7 +73,7 @@ def run(execution: Execution, drawn: Drawn) -> Answers:
         answers = {"output": o} if final is None else {"output": o, "final state": final}
         answers |= _gradients(answers, leaves, drawn)
     for name, leaf in leaves.items():
-        if not _same_bits(leaf, handed[name]):
+        if not unchanged(leaf, handed[name]):
             raise Fault(f"{name} was written to")
     if boundaries is not None and not torch.equal(boundaries, drawn.cu_seqlens):  # type: ignore[arg-type]
         raise Fault("cu_seqlens was written to")
@@ -217,7 +217,7 @@ def in_words(answers: Answers, truth: Answers) -> dict[str, str]:
 
 
 @contextmanager
-def _scratch() -> Iterator[None]:
+def scratch_filled_with_nan() -> Iterator[None]:
     """PyTorch fills memory that nobody has written with NaN, and everything is as before afterwards."""
     on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -242,7 +242,8 @@ def _no_alias(leaves: Mapping[str, Tensor], answers: Mapping[str, Tensor | None]
             raise Fault(f"the {name} shares memory with {owner}")
 
 
-def _same_bits(x: Tensor, y: Tensor) -> bool:
+def unchanged(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors agree in every bit, not-a-number included."""
     plain = (t.detach().clone(memory_format=torch.contiguous_format).reshape(-1) for t in (x, y))
     bits = [t.view(torch.uint8) if t.numel() else t for t in plain]
     return x.shape == y.shape and torch.equal(*bits)
@@ -250,4 +251,4 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 def same_bits(answers: Answers, others: Answers) -> list[str]:
     """The names whose tensors differ in any bit."""
-    return [name for name, answer in answers.items() if not _same_bits(answer, others[name])]
+    return [name for name, answer in answers.items() if not unchanged(answer, others[name])]

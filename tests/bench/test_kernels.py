@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qwenlinear import TorchKernel, cli, usage
-from qwenlinear.bench import kernels, kernels_report, worker
+from qwenlinear.bench import kernels, kernels_report, session, worker
 from qwenlinear.bench.cases import Case, sample
 from qwenlinear.bench.contenders import NAMES, OfKernel, contender
 from qwenlinear.bench.gate import check
@@ -183,7 +183,7 @@ def test_tables_without_rich_are_markdown(tmp_path, monkeypatch, capsys) -> None
 
 def test_the_command_is_kept_without_this_machines_folder() -> None:
     words = ["bench", "kernels", "--out", "/somewhere/here", "--rounds", "3"]
-    assert kernels._command(words) == "qwenlinear bench kernels --rounds 3"
+    assert session.command(words) == "qwenlinear bench kernels --rounds 3"
 
 
 def test_every_part_has_a_name() -> None:

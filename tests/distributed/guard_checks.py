@@ -301,6 +301,52 @@ def no_reclaim_while_something_is_in_flight(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(2), group=busy)
 
 
+def synchronous_gpu_collectives_mark_their_stream(rank: int, size: int) -> None:
+    """On a GPU a synchronous collective is remembered by its stream, whether PyTorch returns a work for it or not.
+
+    A contract, without a GPU; `other_streams_hold_a_reclaim_off` in tests/gpu is its twin on one.
+    """
+
+    class Streams:
+        marked = 0
+        works = 0
+
+        def add_stream(self) -> None:
+            self.marked += 1
+
+        def add(self, work: Any, *, hold: bool) -> None:
+            self.works += 1
+
+        def any(self) -> bool:
+            return False
+
+        def clear(self) -> None:
+            pass
+
+    class Inner:
+        answer: Any = None
+
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            return self.answer
+
+    guard = GuardedProcessGroup.wrap(policy=Memory(free=GIB, cached=0).policy(min_free_bytes=0))
+    inner, kind, pending = guard._inner, guard._kind, guard._pending
+    try:
+        streams = Streams()
+        guard._inner, guard._kind, guard._pending = Inner(), "cuda", {"cuda": streams}
+        options = dist.AllreduceOptions()
+        for answer in (None, object()):  # PyTorch 2.11 and newer, and older
+            guard._inner.answer = answer
+            options.asyncOp = False
+            guard.allreduce([torch.ones(2)], options)
+        assert (streams.marked, streams.works) == (2, 0)
+        options.asyncOp = True
+        guard.allreduce([torch.ones(2)], options)
+        assert (streams.marked, streams.works) == (2, 1)
+    finally:
+        guard._inner, guard._kind, guard._pending = inner, kind, pending
+
+
 def receive_before_send_with_memory_short(rank: int, size: int) -> None:
     """Both ranks receive, then send, always short, with a reclaim that waits for what is in flight."""
     guard: GuardedProcessGroup

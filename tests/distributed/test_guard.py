@@ -34,6 +34,7 @@ def test_queries_never_probe_and_methods_probe_once() -> None:
         checks.raising_probe_and_reclaim,
         checks.failing_collective_keeps_its_type_and_gains_a_note,
         checks.no_reclaim_while_something_is_in_flight,
+        checks.synchronous_gpu_collectives_mark_their_stream,
         checks.receive_before_send_with_memory_short,
         checks.no_reclaim_inside_a_coalescing_block,
     ],

@@ -56,6 +56,18 @@ def test_a_named_kernel_that_cannot_run_here_dies_at_start(name) -> None:
     assert "[device]" in _run(name, "--qwen-gdn-backend", "flashqla", status=1)
 
 
-@pytest.mark.parametrize("name", ["packed_sequences.py", "cached_decoding.py"])
+@pytest.mark.parametrize("name", ["packed_sequences.py", "cached_decoding.py", "cuda_graphs.py"])
 def test_they_stay_short(name) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 120
+
+
+def test_cuda_graphs_say_so_without_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs it")
+    command = [sys.executable, str(ROOT / "examples" / "cuda_graphs.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT, env=_environment()
+    )
+    assert done.stdout == "no CUDA device here: CUDA graphs need one, nothing was run\n"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwenlinear import AutoKernel, FLAKernel, FlashQLAKernel, TorchKernel, UnsupportedCall
+from qwenlinear import AutoKernel, FLAKernel, FlashQLAKernel, TorchKernel, TritonKernel, UnsupportedCall
 from qwenlinear.layers import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 from qwenlinear.testing import check_kernel, check_layer
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = [TorchKernel(), FLAKernel(), FlashQLAKernel(), AutoKernel()]
+STEPS = [TritonKernel()]  # no chunked form: a layer needs another beside it
 
 
 def require(kernel) -> None:
@@ -24,7 +25,7 @@ def require(kernel) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+@pytest.mark.parametrize("kernel", KERNELS + STEPS, ids=repr)
 def test_kernel(kernel) -> None:
     require(kernel)
     report = check_kernel(kernel, "cuda", first_failure=False, packings=200)

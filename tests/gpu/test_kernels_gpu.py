@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qwenlinear import AutoKernel, FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel
+from qwenlinear import AutoKernel, FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel, TritonKernel
 from tests.kernels.reference import random_call, relative
 
 pytestmark = pytest.mark.gpu
@@ -104,6 +104,51 @@ def test_other_head_sizes_with_fla():
     kernel = FLAKernel()
     skip_where_refused(kernel, call)
     assert beyond_tolerance(kernel, call, label="K=96 V=80") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_triton_steps(dtype, in_place):
+    kernel, failures = TritonKernel(), {}
+    skip_where_refused(kernel, draw(dtype, T=1), "step")
+    packed = PackedSequences.from_lengths([0, 1, 3, 0, 1], device=DEVICE)
+    cases = [(draw(dtype, B=B, T=T, N=B), None) for B, T in ((1, 1), (64, 1), (2, 5))]
+    cases += [(draw(dtype, T=5, N=5), packed), (draw(dtype, B=2, T=3, H=2, HV=6, K=96, V=80, N=2), None)]
+    with torch.no_grad():
+        for call, boundaries in cases:
+            options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": boundaries, "output_final_state": True}
+            exact = dict(zip(("o", "state"), TorchKernel().step(**doubled(call), **options), strict=True))
+            kept = call["initial_state"].clone()
+            o, state = kernel.step(**call, **options, state_in_place=in_place)
+            assert (state is call["initial_state"]) is in_place
+            assert in_place or torch.equal(call["initial_state"], kept)
+            promised = kernel.tolerances[dtype]
+            for name, x, limit in (("o", o, promised.output), ("state", state, promised.state)):
+                if not relative(x, exact[name]) <= limit:
+                    failures[f"{list(call['v'].shape)} {name}"] = relative(x, exact[name])
+    assert failures == {}
+
+
+def test_triton_steps_at_batch_256_in_a_cuda_graph():
+    kernel, call = TritonKernel(), draw(B=256, T=1, N=256)
+    skip_where_refused(kernel, call, "step")
+    state, other = call["initial_state"], call["initial_state"].clone()
+
+    def step(state):
+        return kernel.step(**{**call, "initial_state": state}, output_final_state=True, state_in_place=True)
+
+    with torch.no_grad():
+        step(state.clone())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, final = step(state)
+        assert final is state
+        for _ in range(3):
+            graph.replay()
+            want, _ = step(other)
+            assert torch.equal(o, want)
+            assert torch.equal(state, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -7,18 +7,22 @@ from torch.distributed.fsdp import fully_shard
 
 
 def all_losses(rank: int) -> dict[str, tuple[list[float], int]]:
-    """A model that is never injected, one injected before it is sharded, one after."""
-    return {when: losses(rank, when) for when in ("never", "before", "after")}
+    """A model that is never injected, one injected before it is sharded, one after, and one whose projections are one product."""
+    return {when: losses(rank, when) for when in ("never", "before", "after", "joined")}
 
 
 def losses(rank: int, when: str) -> tuple[list[float], int]:
     """Three steps of a model sharded layer by layer, its GDN layers too: what they lose, and the kernel's calls."""
     from qwenlinear.hf import inject
+    from qwenlinear.layers import projection
     from tests.hf.models import CountingKernel, make
 
     model, kernel = make("3.5"), CountingKernel()
-    if when == "before":
+    if when in ("before", "joined"):
         inject(model, kernel)
+    if when == "joined":  # as on a GPU; in this process, which ends after it
+        projection.why_not_faster = lambda device, tokens: None
+        projection._OneProduct.apply = counted(projection._OneProduct.apply)
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             fully_shard(layer.linear_attn)
@@ -36,4 +40,17 @@ def losses(rank: int, when: str) -> tuple[list[float], int]:
         optimizer.step()
         optimizer.zero_grad()
         seen.append(loss.item())
-    return seen, kernel.chunks
+    return seen, kernel.chunks if when != "joined" else len(PRODUCTS)
+
+
+PRODUCTS: list[int] = []
+
+
+def counted(apply):
+    """A function's twin that counts its calls."""
+
+    def call(*args):
+        PRODUCTS.append(1)
+        return apply(*args)
+
+    return call

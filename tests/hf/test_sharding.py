@@ -13,7 +13,7 @@ def test_fsdp2_before_and_after() -> None:
     for answers in run_world(2, sharding.all_losses):
         want, calls = answers["never"]
         assert calls == 0
-        for when in ("before", "after"):
+        for when in ("before", "after", "joined"):
             got, calls = answers[when]
             assert got == pytest.approx(want, rel=1e-5)
             assert calls == 9

@@ -23,6 +23,7 @@ from qwenlinear import (
     PackedSequences,
     Refusal,
     TorchKernel,
+    TritonKernel,
     UnsupportedCall,
     kernel_from_name,
 )
@@ -125,22 +126,23 @@ def test_a_composite_may_be_a_candidate():
 @pytest.mark.parametrize(
     ("capability", "more", "chunk", "step"),
     [
-        ((9, 0), {}, FlashQLAKernel, FLAKernel),
+        ((9, 0), {}, FlashQLAKernel, TritonKernel),
         ((9, 0), {"grad": True}, FlashQLAKernel, TorchKernel),
-        ((9, 0), {"K": 64}, FLAKernel, FLAKernel),
-        ((9, 0), {"dtype": torch.float32}, FLAKernel, FLAKernel),
+        ((9, 0), {"K": 64}, FLAKernel, TritonKernel),
+        ((9, 0), {"dtype": torch.float32}, FLAKernel, TritonKernel),
         ((9, 0), {"dtype": torch.float64}, TorchKernel, TorchKernel),
         ((9, 0), {"K": 512}, TorchKernel, TorchKernel),
         ((8, 0), {"grad": True}, FLAKernel, TorchKernel),
-        ((12, 0), {"dtype": torch.float16}, FLAKernel, FLAKernel),
+        ((12, 0), {"dtype": torch.float16}, FLAKernel, TritonKernel),
         ((7, 5), {}, TorchKernel, TorchKernel),
     ],
 )
 def test_the_default_order_on_faked_machines(mocker, capability, more, chunk, step):
     mocker.patch.object(FLAKernel, "_load", return_value=())
     mocker.patch.object(FlashQLAKernel, "_load", return_value=())
+    mocker.patch.object(TritonKernel, "_load", return_value=())
     probe = machine(capability)
-    kernel = AutoKernel([FlashQLAKernel(hardware=probe), FLAKernel(hardware=probe), TorchKernel()])
+    kernel = AutoKernel([kind(hardware=probe) for kind in (FlashQLAKernel, TritonKernel, FLAKernel, TorchKernel)])
     lines = kernel.explain(**arguments(**{"K": 128, "V": 128, **more})).splitlines()
     goes = [line.strip() for line in lines if "goes to" in line]
     assert goes == [f"chunk: goes to {_shown(chunk)}", f"step: goes to {_shown(step)}"]
@@ -161,8 +163,13 @@ def test_a_candidate_that_does_not_import_is_passed_over(mocker):
 
 def test_the_default_candidates_in_order():
     kernel = AutoKernel()
-    assert [type(candidate) for candidate in kernel.candidates] == [FlashQLAKernel, FLAKernel, TorchKernel]
-    assert repr(kernel) == "AutoKernel([FlashQLAKernel(contiguity='copy'), FLAKernel(), TorchKernel()])"
+    assert [type(candidate) for candidate in kernel.candidates] == [
+        FlashQLAKernel,
+        TritonKernel,
+        FLAKernel,
+        TorchKernel,
+    ]
+    assert repr(kernel) == "AutoKernel([FlashQLAKernel(contiguity='copy'), TritonKernel(), FLAKernel(), TorchKernel()])"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +318,7 @@ def test_it_can_be_saved_with_its_model(clone):
     [
         ("auto", AutoKernel),
         ("torch", TorchKernel),
+        ("triton", TritonKernel),
         ("fla", FLAKernel),
         ("flashqla", FlashQLAKernel),
         ("flash_qla", FlashQLAKernel),
@@ -325,11 +333,11 @@ def test_kernels_by_name(name, kind):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("triton", r"needs to be auto, torch, fla, flashqla, flash_qla or package.module:Class, got 'triton'"),
+        ("cuda", r"needs to be auto, torch, triton, fla, flashqla, flash_qla or package.module:Class, got 'cuda'"),
         ("", "got ''"),
         (None, "flash_qla or package.module:Class, got None"),
         (TorchKernel(), r"got TorchKernel\(\)"),
-        ("FLA", "auto, torch, fla"),
+        ("FLA", "auto, torch, triton, fla"),
         (":TorchKernel", "package.module:Class"),
         ("qwenlinear.kernels:", "package.module:Class"),
         ("no_such_package.kernels:Fast", r"no_such_package.kernels that imports, got ModuleNotFoundError"),
@@ -383,10 +391,10 @@ def test_the_help_lists_the_names(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "auto, torch, fla, flashqla, flash_qla or package.module:Class (default: auto)" in shown
+    assert "auto, torch, triton, fla, flashqla, flash_qla or package.module:Class (default: auto)" in shown
 
 
-@pytest.mark.parametrize("name", ["fla", "flashqla", "flash_qla"])
+@pytest.mark.parametrize("name", ["triton", "fla", "flashqla", "flash_qla"])
 def test_an_explicit_kernel_dies_at_start_up(name):
     with pytest.raises(UnsupportedCall, match="needs cuda"):
         kernel_from_args(parse("--qwen-gdn-backend", name), "cpu")

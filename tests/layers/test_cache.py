@@ -147,13 +147,13 @@ def test_detach_cuts_the_graph(make_layer) -> None:
     layer(rand(1, 3, 32), cache=cache).sum().backward()
 
 
-def test_a_call_leaves_earlier_states_alone(make_layer) -> None:
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_call_with_gradients_leaves_earlier_states_alone(make_layer, T) -> None:
     layer, cache = make_layer(), GatedDeltaNetCache()
-    with torch.no_grad():
-        layer(rand(2, 3, 32), cache=cache)
-        conv, recurrent = cache.conv_state, cache.recurrent_state
-        held = conv.clone(), recurrent.clone()
-        layer(rand(2, 1, 32), cache=cache)
+    layer(rand(2, 3, 32), cache=cache)
+    conv, recurrent = cache.conv_state, cache.recurrent_state
+    held = conv.clone(), recurrent.clone()
+    layer(rand(2, T, 32), cache=cache)
     assert torch.equal(conv, held[0])
     assert torch.equal(recurrent, held[1])
 

@@ -50,7 +50,7 @@ def test_gradients() -> None:
 
 
 def test_repr_says_what_runs() -> None:
-    assert repr(GatedRMSNorm(8)) == "GatedRMSNorm(8, eps=1e-06, runs on PyTorch: tensors on cpu)"
+    assert repr(GatedRMSNorm(8)) == "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)"
 
 
 def test_reset_parameters() -> None:

@@ -249,10 +249,9 @@ def test_value_heads_are_grouped_by_key_head(layer_class) -> None:
     )
     layer = layer_class(config, TorchKernel()).double()
     x = rand(2, 7, 32)
-    mixed, z, b, a = layer._project(x)
-    q, k, v = layer._split(mixed)
-    assert (q.shape, k.shape, v.shape) == ((2, 7, 2, 8), (2, 7, 2, 8), (2, 7, 6, 4))
-    assert (z.shape, b.shape, a.shape) == ((2, 7, 6, 4), (2, 7, 6), (2, 7, 6))
+    parts = layer._project(x)
+    q, v, z = parts.qkv[..., :16].unflatten(-1, (2, 8)), parts.qkv[..., 32:].unflatten(-1, (6, 4)), parts.z
+    assert (parts.qkv.shape, z.shape, parts.b.shape, parts.a.shape) == ((2, 7, 56), (2, 7, 6, 4), (2, 7, 6), (2, 7, 6))
     if layer_class is Qwen3NextGatedDeltaNet:
         rows = layer.in_proj_qkvz.weight.view(2, 2 * 8 + 2 * 3 * 4, 32)
         for j in range(6):
@@ -287,7 +286,11 @@ def test_the_layouts_compute_the_same_layer(config) -> None:
 def test_repr_shows_kernel_and_implementations(make_layer) -> None:
     text = repr(make_layer())
     assert "hidden_size=32, heads=2/4 x 8/8, kernel=TorchKernel()" in text
-    assert text.count("runs on PyTorch: tensors on cpu") == 2
+    assert (
+        "projections=separate products (tensors on cpu), prologue=PyTorch (tensors on cpu), "
+        "epilogue=PyTorch (tensors on cpu)"
+    ) in text
+    assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
 
 
 def test_explain(make_layer, recording_kernel) -> None:
@@ -295,8 +298,9 @@ def test_explain(make_layer, recording_kernel) -> None:
     x = rand(1, 12, 32)
     text = layer.explain(x, cu_seqlens=torch.tensor([0, 5, 12]))
     for words in (
-        "convolution: runs on PyTorch: tensors on cpu",
-        "gated norm: runs on PyTorch",
+        "projections: separate products: on a cpu copying the weights costs more than one product saves",
+        "prologue: PyTorch (tensors on cpu)",
+        "epilogue: PyTorch (tensors on cpu)",
         "padding: none",
         "form: chunk",
         "RecordingKernel(): B=1 T=12 H=2 HV=4 K=8 V=8, float64 on cpu, packed N=2, with gradients",
@@ -304,12 +308,12 @@ def test_explain(make_layer, recording_kernel) -> None:
         assert words in text, text
     cache = GatedDeltaNetCache()
     with torch.no_grad():
-        assert "form: step" in layer.explain(x[:, :1], cache=cache)
+        assert "form: step, new states: the cache is empty" in layer.explain(x[:, :1], cache=cache)
         assert "rotated" in layer.explain(x, attention_mask=torch.ones(1, 12))
     assert not recording_kernel.calls
     assert cache.conv_state is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "bfloat16 on cpu" in make_layer(dtype=torch.float32).explain(x.float()).splitlines()[5]
+        assert "bfloat16 on cpu" in make_layer(dtype=torch.float32).explain(x.float()).splitlines()[6]
 
 
 def test_the_default_kernel_is_automatic(layer_class, config) -> None:

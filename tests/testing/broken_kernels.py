@@ -256,6 +256,44 @@ class StateAliasesInput(_Changed):
         return answer[0], state.view_as(state)
 
 
+class _InPlace(_Changed):
+    capabilities = replace(TorchKernel.capabilities, state_in_place=True)
+
+    def _step(self, inputs):
+        o, final = super()._step(inputs)
+        return (o, self._overwrite(inputs.initial_state, final)) if inputs.state_in_place else (o, final)
+
+
+@broken("state in place", "final state: relative error")
+class InPlaceHandsBackTheOldState(_InPlace):
+    def _overwrite(self, state, final):
+        return state
+
+
+@broken("state in place", "memory beside initial_state was written to")
+class InPlaceWritesBeyondTheState(_InPlace):
+    def _overwrite(self, state, final):
+        torch.as_strided(state, (1,), (1,), state.storage_offset() + state.numel()).zero_()
+        return state.copy_(final)
+
+
+@broken("state in place", "TypeError", "initial_state itself")
+class InPlaceHandsBackAnotherTensor(_InPlace):
+    def _overwrite(self, state, final):
+        state.copy_(final)
+        return final
+
+
+@broken("state in place, call after call")
+class InPlaceReadsTheStateOfAnEarlierCall(_InPlace):
+    def _overwrite(self, state, final):
+        seen = self.__dict__.setdefault("seen", {})
+        address = state.data_ptr()
+        state.copy_(seen[address] if address in seen and seen[address].shape == final.shape else final)
+        seen[address] = final
+        return state
+
+
 @broken("final state")
 class StateRoundedToSixteenBits(_Changed):
     def _after(self, inputs, answer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -98,8 +100,8 @@ class WritesInput(Qwen3_5GatedDeltaNet):
 
 class DropsGradientOfGate(Qwen3_5GatedDeltaNet):
     def _project(self, hidden_states):
-        mixed, z, b, a = super()._project(hidden_states)
-        return mixed, z, b, a.detach()
+        parts = super()._project(hidden_states)
+        return replace(parts, a=parts.a.detach())
 
 
 class RedrawsOnMeta(Qwen3_5GatedDeltaNet):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from qwenlinear.kernels import TorchKernel
-from qwenlinear.layers.gate import log_decay
+from qwenlinear.ops.gate import log_decay
 
 
 def plain(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:

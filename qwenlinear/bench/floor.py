@@ -1,0 +1,171 @@
+"""What a Gated DeltaNet layer cannot do without: its matrix products, its kernel, and the bytes between them.
+
+The floor of a call is the sum of three times that are measured in the same rounds as the call:
+
+- products: the input product ``[T, hidden] @ [hidden, P]`` and the output product ``[T, HV V] @ [HV V, hidden]``, and with
+  backward the input and the weight gradient of both, as six plain products;
+- the kernel alone, on contiguous q, k, v, g, beta with q and k normalised before;
+- the bytes that prologue and epilogue must move, over the bandwidth of a copy: a copy that reads and writes as many.
+
+A token's bytes, with e bytes an activation, C = 2 H K + HV V, g in float32, weights left out (they are below a thousandth):
+
+- prologue forward: reads qkv, b, a; writes q, k, v, beta, g:           C e + 2 HV e + C e + HV e + 4 HV
+- prologue backward, which recomputes: reads qkv, b, a and the gradients of q, k, v, beta, g; writes those of qkv, b, a:
+                                                                        3 C e + 5 HV e + 4 HV
+- epilogue forward: reads o, z; writes y:                               3 HV V e
+- epilogue backward: reads o, z and the gradient of y; writes those of o and z:  5 HV V e
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwenlinear.bench.cases import Case, Inputs, sample
+from qwenlinear.bench.timing import Call
+from qwenlinear.kernels.base import GatedDeltaKernel
+from qwenlinear.kernels.lowering import l2norm
+from qwenlinear.layers.config import GatedDeltaNetConfig
+
+FORMULAS = {
+    "prologue forward": "(2 C + 3 HV) e + 4 HV",
+    "prologue backward": "(3 C + 5 HV) e + 4 HV",
+    "epilogue forward": "3 HV V e",
+    "epilogue backward": "5 HV V e",
+}
+"""Bytes a token; C = 2 H K + HV V channels, e bytes an activation. `Sizes.bytes_of` computes them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A layer's sizes, as the floor counts them.
+
+    Args:
+        config: the layer's.
+        dtype: of the activations.
+    """
+
+    config: GatedDeltaNetConfig
+    dtype: torch.dtype
+
+    @property
+    def projected(self) -> int:
+        """P, rows of the input projections together: qkv, z, b, a."""
+        c = self.config
+        return c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads
+
+    def bytes_of(self, op: str, tokens: int) -> int:
+        """The bytes that must move.
+
+        Args:
+            op: a key of ``FORMULAS``.
+            tokens: T.
+
+        Returns:
+            Bytes read and written.
+        """
+        C, HV = self.config.conv_dim, self.config.linear_num_value_heads
+        e, values = self.dtype.itemsize, self.config.value_dim
+        g = 8 if self.dtype == torch.float64 else 4
+        a_token = {
+            "prologue forward": (2 * C + 3 * HV) * e + g * HV,
+            "prologue backward": (3 * C + 5 * HV) * e + g * HV,
+            "epilogue forward": 3 * values * e,
+            "epilogue backward": 5 * values * e,
+        }[op]
+        return a_token * tokens
+
+    def glue(self, tokens: int, train: bool) -> int:
+        """Bytes of prologue and epilogue together: forward, or forward and backward."""
+        ops = [op for op in FORMULAS if train or op.endswith("forward")]
+        return sum(self.bytes_of(op, tokens) for op in ops)
+
+    def decode(self, rows: int) -> int:
+        """Bytes of one decoded token a row: state read and written, weights and convolution state read."""
+        c, e = self.config, self.dtype.itemsize
+        state = rows * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+        weights = self.projected * c.hidden_size + c.hidden_size * c.value_dim + c.conv_dim * c.linear_conv_kernel_dim
+        columns = rows * c.conv_dim * (c.linear_conv_kernel_dim - 1)
+        return 2 * state * (8 if self.dtype == torch.float64 else 4) + (weights + columns) * e
+
+
+def copying(size: int, device: torch.device) -> Call:
+    """A copy that reads and writes ``size`` bytes together.
+
+    Args:
+        size: bytes read plus bytes written.
+        device: where.
+
+    Returns:
+        The call.
+    """
+    source = torch.ones(max(16, size // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def products(sizes: Sizes, tokens: int, device: torch.device, train: bool, seed: int = 2) -> Call:
+    """The layer's matrix products alone.
+
+    Args:
+        sizes: the layer's.
+        tokens: T.
+        device: where.
+        train: whether to form the input and weight gradients of both, too.
+        seed: of the operands.
+
+    Returns:
+        The call: two products, or six.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.float32, generator=generator).to(sizes.dtype)
+
+    hidden, inner = sizes.config.hidden_size, sizes.config.value_dim
+    x, o = draw(tokens, hidden), draw(tokens, inner)
+    into, out = draw(sizes.projected, hidden), draw(hidden, inner)
+    pairs: list[Callable[[], Tensor]] = [lambda: x @ into.t(), lambda: o @ out.t()]
+    if train:
+        dy, dp = draw(tokens, hidden), draw(tokens, sizes.projected)
+        pairs += [lambda: dy @ out, lambda: dy.t() @ o, lambda: dp @ into, lambda: dp.t() @ x]
+
+    def call() -> None:
+        for product in pairs:
+            product()
+
+    return call
+
+
+def kernel_alone(kernel: GatedDeltaKernel, case: Case, device: torch.device, dtype: torch.dtype, train: bool) -> Call:
+    """A kernel by itself: contiguous tensors, q and k normalised before, the native head groups.
+
+    Args:
+        kernel: any.
+        case: the shape.
+        device: where.
+        dtype: of the activations.
+        train: whether to run backward, too.
+
+    Returns:
+        The call.
+    """
+    q, k, v, g, beta = sample(case, device, dtype).tensors
+    inputs = Inputs(l2norm(q), l2norm(k), v, g, beta, case.packed)
+    if not train:
+
+        @torch.no_grad()
+        def forward() -> object:
+            return kernel(*inputs.tensors, cu_seqlens=inputs.packed)
+
+        return forward
+    leaves, do = inputs.leaves(), torch.randn_like(v)
+
+    def both() -> object:
+        o, _ = kernel(*leaves.tensors, cu_seqlens=leaves.packed)
+        return torch.autograd.grad(o, leaves.tensors, do)
+
+    return both

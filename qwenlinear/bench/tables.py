@@ -1,0 +1,86 @@
+"""Tables of a benchmark: printed with rich where it is installed, written as Markdown, under the machine they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qwenlinear.bench.machine import header
+
+Results = dict[str, Any]
+Table = tuple[str, list[str], list[list[str]]]  # title, head, body
+
+
+def show(results: Results, tables: list[Table]) -> None:
+    """Print tables, with rich where it is installed.
+
+    Args:
+        results: what a run gathered: ``machine``, ``command`` and ``errors`` are read.
+        tables: title, head, body each.
+    """
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+    except ImportError:
+        print(markdown(results, tables))
+        return
+    console = Console()
+    console.print(header(results["machine"]), highlight=False)
+    for title, head, body in tables:
+        table = RichTable(*map(escape, head), title=escape(title), title_justify="left")
+        for row in body:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    for part, text in results["errors"].items():
+        console.print(f"{part}: {text}", markup=False, highlight=False)
+
+
+def markdown(results: Results, tables: list[Table]) -> str:
+    """The tables as Markdown, under a line that says where they were measured and the command that did.
+
+    Args:
+        results: what a run gathered.
+        tables: title, head, body each.
+
+    Returns:
+        Markdown.
+    """
+    lines = [f"{header(results['machine'])}.", "", f"    {results['command']}"]
+    for title, head, body in tables:
+        lines += ["", f"**{title}**", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in body]
+    return "\n".join(lines)
+
+
+def save(results: Results, path: Path) -> None:
+    """Write results as JSON, so that tables can be laid out again any time.
+
+    Args:
+        results: what a run gathered.
+        path: the file; its folder is made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed; readies it for files, and says so where it is not."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plots: pip install matplotlib")
+        return False
+    matplotlib.use("Agg")
+    return True
+
+
+def last_line(text: str) -> str:
+    """What a traceback says in the end; any other text as it is, on one line."""
+    text = text.strip()
+    return text.splitlines()[-1] if "Traceback" in text else " ".join(text.split())
+
+
+# Blue, orange, green, vermilion, purple, sky, black, yellow: Okabe and Ito's colours, told apart by everyone.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")

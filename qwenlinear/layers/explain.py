@@ -1,0 +1,120 @@
+"""What runs in a layer, in words, and why not what is faster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qwenlinear.layers.cache import GatedDeltaNetCache
+from qwenlinear.layers.call import LayerCall, state_dtype
+from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.mixing import steps, why_not_fused_prologue
+from qwenlinear.layers.plain import why_not_plain
+from qwenlinear.layers.projection import why_not_joined, why_separate
+from qwenlinear.layers.short_conv import ShortConvolution
+from qwenlinear.ops import why_not_fused
+
+if TYPE_CHECKING:
+    from qwenlinear.layers.gated_delta_net import GatedDeltaNet
+
+
+def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
+    """What surrounds the kernel of a layer where it is, whatever the call: for its `repr`.
+
+    Args:
+        layer: one of this package, or an injected Transformers layer.
+        config: its sizes.
+
+    Returns:
+        One line.
+    """
+    weight = getattr(layer.norm, "weight", layer.A_log)  # a norm may have been replaced
+    device, dtype = weight.device, weight.dtype
+    separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
+    projections = "one product" if separate is None else f"separate products ({separate})"
+    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, device, dtype)
+    return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
+
+
+def explain_layer(
+    layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None
+) -> str:
+    """What a checked call would run; nothing is computed.
+
+    Args:
+        layer: whose call it is.
+        hidden_states: ``[B, T, hidden_size]``; only its metadata is looked at.
+        call: the other arguments.
+        cache: the states to go on from.
+
+    Returns:
+        A few lines to print.
+    """
+    c, device, (B, T, _) = layer.config, hidden_states.device, hidden_states.shape
+    dtype, fused = layer._dtype(hidden_states), why_not_fused_prologue(c, device, layer._dtype(hidden_states)) is None
+    trains = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (hidden_states, *layer.parameters(), call.recurrent_state)
+    )
+    H, HV, K, V = (
+        c.linear_num_key_heads,
+        c.linear_num_value_heads,
+        c.linear_key_head_dim,
+        c.linear_value_head_dim,
+    )
+    q, k, v, beta = (
+        torch.empty(B, T, *sizes, dtype=dtype, device=device, requires_grad=trains)
+        for sizes in ((H, K), (H, K), (HV, V), (HV,))
+    )
+    g = beta.to(state_dtype(dtype))
+    in_place = cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None
+    given = (q, k, v, g, beta, None, call.recurrent_state, cache is not None, not fused)
+    kernel = layer.kernel.explain(*given, cu_seqlens=call.packed, state_in_place=in_place)
+    return "\n".join(
+        [
+            f"{type(layer).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
+            f"  projections: {_projections(layer, hidden_states, call, cache)}",
+            f"  prologue: {_prologue(layer, c, device, dtype)}",
+            f"  epilogue: {_epilogue(layer, device, dtype)}",
+            f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
+            f"  form: {_form(layer, hidden_states, call, cache, (q, k, v, g, beta))}",
+            *(f"  {line}" for line in kernel.splitlines()),
+        ]
+    )
+
+
+def _projections(layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None) -> str:
+    if cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None:
+        return "separate products: one token is decoded without copying a weight"
+    reason = why_separate(layer, layer.config, hidden_states)
+    return "one product of all weights, joined for it" if reason is None else f"separate products: {reason}"
+
+
+def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
+    reason = why_not_fused_prologue(config, device, dtype)
+    if (
+        isinstance(layer.conv1d, ShortConvolution)
+        and (more := why_not_plain(layer.conv1d, ShortConvolution)) is not None
+    ):
+        reason = f"conv1d {more}"
+    return "fused" if reason is None else f"PyTorch ({reason})"
+
+
+def _epilogue(layer: Any, device: torch.device, dtype: torch.dtype) -> str:
+    reason = why_not_fused(device, dtype)
+    return "fused" if reason is None else f"PyTorch ({reason})"
+
+
+def _form(
+    layer: GatedDeltaNet,
+    hidden_states: Tensor,
+    call: LayerCall,
+    cache: GatedDeltaNetCache | None,
+    tensors: tuple[Tensor, ...],
+) -> str:
+    if not steps(layer.kernel, call.decodes, *tensors, call.recurrent_state):
+        return "chunk"
+    assert cache is not None
+    reason = layer._why_not_in_place(hidden_states, call, cache)
+    return "step, states in place" if reason is None else f"step, new states: {reason}"

@@ -1,0 +1,110 @@
+"""The epilogue of a Gated DeltaNet layer: the gated RMS norm between the kernel and the output projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qwenlinear.ops.available import why_not_fused
+
+
+def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * rms_norm(o) * silu(z)`` over the last dimension, Transformers' ``Qwen3NextRMSNormGated``.
+
+    In Triton where :func:`qwenlinear.ops.why_not_fused` has nothing against it: z is read in place, whatever its row strides,
+    the answer is rounded once, and the backward pass computes again what the forward pass computed instead of keeping it.
+    Otherwise in PyTorch (:func:`gated_rms_norm`), rounding where Transformers rounds.
+
+    Args:
+        o: ``[..., V]`` the kernel's output, any floating dtype.
+        z: ``[..., V]`` the gate before its activation, o's shape and device; a strided view is not copied.
+        weight: ``[V]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., V]`` in o's dtype; computed in float32 at least. Differentiable once in Triton, in o, z and weight.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+
+    Example:
+        >>> o, qkvz = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 20)
+        >>> epilogue(o, qkvz[..., 12:].unflatten(-1, (2, 4)), torch.ones(4), 1e-6).shape
+        torch.Size([1, 3, 2, 4])
+    """
+    if o.dim() < 1 or z.shape != o.shape or z.device != o.device:
+        raise ValueError(f"z needs o's shape {list(o.shape)} and device {o.device}, got {list(z.shape)} on {z.device}")
+    if weight.shape != o.shape[-1:] or weight.device != o.device:
+        raise ValueError(
+            f"weight needs shape {list(o.shape[-1:])} on {o.device}, got {list(weight.shape)} on {weight.device}"
+        )
+    if why_not_fused(o.device, o.dtype, head_dims=(o.shape[-1],)) is None:
+        y: Tensor = gated_rms_norm_op(o, z, weight, eps)
+        return y
+    return gated_rms_norm(o, z, weight, eps)
+
+
+def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The gated norm in PyTorch, rounding where Transformers rounds: the twin of the Triton form.
+
+    Args: those of :func:`epilogue`.
+
+    Returns:
+        ``[..., V]`` in o's dtype.
+    """
+    wide = torch.promote_types(o.dtype, torch.float32)
+    normed = o.to(wide)
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(o.dtype) * F.silu(z.to(wide))).to(o.dtype)
+
+
+# ---- the Triton form as operators ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "qwenlinear::gated_rms_norm", mutates_args=(), schema="(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor"
+)
+def gated_rms_norm_op(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The Triton form."""
+    from qwenlinear.ops import _epilogue_triton
+
+    return _epilogue_triton.forward(o, z, weight, eps)
+
+
+@torch.library.custom_op(
+    "qwenlinear::gated_rms_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+)
+def gated_rms_norm_backward_op(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients."""
+    from qwenlinear.ops import _epilogue_triton
+
+    return _epilogue_triton.backward(dy, o, z, weight, eps)
+
+
+@gated_rms_norm_op.register_fake
+def _(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return o.new_empty(o.shape)
+
+
+@gated_rms_norm_backward_op.register_fake
+def _(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return o.new_empty(o.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return (*gated_rms_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps), None)
+
+
+gated_rms_norm_op.register_autograd(_backward, setup_context=_keep)
