@@ -108,7 +108,7 @@ class _Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.deadline = time.monotonic() + args.limit
+        self.deadline: float = time.monotonic() + args.limit
         self.size = args.world_size or (2 if args.backend == "gloo" else max(1, torch.cuda.device_count()))
         self.results: dict[str, Any] = {
             "command": "qwenlinear bench guard " + " ".join(_spell(args)),
@@ -157,7 +157,7 @@ class _Bench:
                 rows, errors = self.exhausted(environment, guarded)
                 self.results["oom"] += rows
                 self.results["errors"].update(errors)
-                failed = failed or not guarded and any(not row["outcome"].startswith("works") for row in rows)
+                failed |= not guarded and any(not row["outcome"].startswith("works") for row in rows)
             self.write()
             if failed:
                 return
@@ -165,7 +165,7 @@ class _Bench:
     def exhausted(self, environment: dict[str, str], guarded: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """A row per rank, and what kept one from telling.
 
-        Bare, the first rank to fail ends, and the others may wait for it until they are killed: that is the outcome, not an error.
+        Bare, the first rank to fail ends, and the others may wait for it until they are killed: that is the outcome and no error.
         """
         limit = min(40.0, 0.2 * self.args.limit)
         answers = self.launch(self.size, ["oom"], environment, limit, guarded=guarded, environment=environment)

@@ -36,14 +36,13 @@ def launch(
         limit: seconds after which all of them are killed.
 
     Returns:
-        By rank: ``results`` and ``errors`` by part, ``torch`` and ``device``. A rank that wrote nothing has the error ``start``; ranks
-        that were killed have the error ``limit``.
+        By rank: ``results`` and ``errors`` by part, ``torch`` and ``device``. A rank that wrote nothing has the error
+        ``start``, one that was killed the error ``limit``.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings}
     processes: list[subprocess.Popen[bytes]] = []
-    late = set()
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{rank}.json") for rank in range(size)]
         try:
@@ -54,11 +53,7 @@ def launch(
                 command = [sys.executable, "-W", "ignore", "-m", module, str(written)]
                 processes.append(subprocess.Popen(command, env=environment))
             end = time.monotonic() + limit
-            for rank, process in enumerate(processes):
-                try:
-                    process.wait(max(0.1, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    late.add(rank)
+            late = {rank for rank, process in enumerate(processes) if not _ends(process, end)}
         finally:
             for process in processes:
                 process.kill()
@@ -120,6 +115,14 @@ def finish(device: torch.device) -> None:
     """Wait for a GPU's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _ends(process: subprocess.Popen[bytes], end: float) -> bool:
+    try:
+        process.wait(max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _replace(path: Path, answer: dict[str, Any]) -> None:

@@ -1,16 +1,18 @@
 """One rank of ``qwenlinear bench train``: run as ``python -m qwenlinear.bench.train_worker CONFIG.json``.
 
-For one kernel and one way of data parallelism it makes as many models as there are guards, from one seed, each over communicators of
-its own, and lets them take turns within rounds. All take the same steps on the same data, so every loss of one has to be the loss
-of the others, bit for bit.
+For one kernel and one way of data parallelism it makes as many models as there are guards, from one seed, each over
+communicators of its own, and lets them take turns within rounds. All take the same steps on the same data, so every loss of
+one has to be the loss of the others, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +65,13 @@ class Stack(nn.Module):
 class Side:
     """A model under one guard, its optimiser and the losses so far; a loss stays on its device."""
 
-    def __init__(self, guard: str, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, guard: str, config: dict[str, Any], device: torch.device, parallel: str) -> None:
         inner: Any = dist.new_group(list(range(dist.get_world_size())))
         policy = GUARDS[guard]
         self.group = inner if policy is None else GuardedProcessGroup.wrap(inner, policy())
         self.device, self.dtype = device, getattr(torch, config["dtype"])
         model = Stack(config, device)
-        if config["parallel"] == "ddp":
+        if parallel == "ddp":
             self.model: nn.Module = DistributedDataParallel(model, process_group=self.group)
         else:
             self.model = _sharded(model, self.group, device, guard)
@@ -98,35 +100,38 @@ def _sharded(model: Stack, group: Any, device: torch.device, guard: str) -> nn.M
     from torch.distributed.fsdp import fully_shard
 
     # Two meshes over the same ranks must differ in their names, or DTensor takes them for one.
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"{guard} {group.group_name}",))
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(guard.replace(" ", "_"),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
-def train(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def train(config: dict[str, Any], device: torch.device, parallel: str) -> dict[str, Any]:
     """Train under every guard, in turns.
 
     Args:
         config: the worker's settings.
         device: of this rank.
+        parallel: ``"ddp"`` or ``"fsdp2"``.
 
     Returns:
-        ``refused`` alone where the kernel doesn't run here; else by guard the seconds of a step (one number a round, of the slowest
-        rank), losses of this rank and counters, and the peak of memory.
+        ``refused`` alone where the kernel doesn't run here; else by guard the seconds of a step (one number a round, of the
+        slowest rank), losses of this rank and counters, and the peak of memory of all together.
     """
     documents = PackedSequences.from_lengths([config["length"]] * config["documents"], device=device)
     batches = _batches(config, device)
     refused = _refusal(config, device, batches[0][0], documents)
     if not ranks.agree(not refused, device):
         return {"refused": refused or "on another rank"}
-    end = time.monotonic() + config["seconds"]
-    sides = {guard: Side(guard, config, device) for guard in config["guards"]}
+    _forget(device)
+    sides = {guard: Side(guard, config, device, parallel) for guard in GUARDS}
     for side in sides.values():  # compiles, allocates, rebuilds DDP's buckets
         for _ in range(3):
             side.step(batches, documents)
     ranks.finish(device)
     seconds: dict[str, list[float]] = {guard: [] for guard in sides}
+    end = time.monotonic() + config["seconds"]
     names = list(sides)
     for turn in range(config["rounds"]):
         if not ranks.agree(time.monotonic() < end, device):
@@ -144,6 +149,14 @@ def train(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {"guards": found, "peak_mib": peak}
 
 
+def _forget(device: torch.device) -> None:
+    """Give back what an earlier part left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def _seconds(side: Side, steps: int, batches: list[tuple[Tensor, Tensor]], documents: PackedSequences) -> float:
     ranks.finish(side.device)
     ranks.agree(True, side.device)  # all ranks start together
@@ -157,8 +170,8 @@ def _seconds(side: Side, steps: int, batches: list[tuple[Tensor, Tensor]], docum
 def _batches(config: dict[str, Any], device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Hidden states and what the model shall make of them, other ones on every rank."""
     shape = (1, config["documents"] * config["length"], config["hidden"])
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    drawn = [torch.randn(2, *shape, generator=generator).to(device).unbind() for _ in range(_BATCHES)]
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    drawn = [torch.randn(2, *shape, generator=generator, device=device).unbind() for _ in range(_BATCHES)]
     return [(x, wanted) for x, wanted in drawn]
 
 
@@ -179,4 +192,4 @@ def _refusal(config: dict[str, Any], device: torch.device, x: Tensor, documents:
 
 if __name__ == "__main__":
     # A first call may compile for minutes on one rank while another waits in a collective.
-    ranks.serve(sys.argv[1], {"train": train}, timeout=300.0)
+    ranks.serve(sys.argv[1], {name: partial(train, parallel=name) for name in ("ddp", "fsdp2")}, timeout=300.0)
