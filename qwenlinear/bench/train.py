@@ -144,9 +144,13 @@ def _kernel(session: Session, args: argparse.Namespace, size: int, kernel: str, 
 def _rows(row: dict[str, Any], told: list[dict[str, Any]], tokens: int, results: Results) -> list[dict[str, Any]]:
     """A row per guard, its losses compared with the bare ones on every rank."""
     found = []
-    bare = told[0]["guards"]["bare"]["seconds"]
+    slowest = {  # of the ranks, round by round
+        guard: [max(times) for times in zip(*(one["guards"][guard]["seconds"] for one in told), strict=True)]
+        for guard in told[0]["guards"]
+    }
+    bare = slowest["bare"]
     for guard, first in told[0]["guards"].items():
-        seconds = first["seconds"]
+        seconds = slowest[guard]
         if not seconds:
             raise TimeoutError(f"{row['kernel']}, {row['parallel']}: no round before the limit")
         pairs = [(one["guards"][guard]["losses"], one["guards"]["bare"]["losses"]) for one in told]

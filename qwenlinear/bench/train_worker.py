@@ -116,8 +116,8 @@ def train(config: dict[str, Any], device: torch.device, parallel: str) -> dict[s
         parallel: ``"ddp"`` or ``"fsdp2"``.
 
     Returns:
-        ``refused`` alone where the kernel doesn't run here; else by guard the seconds of a step (one number a round, of the
-        slowest rank), losses of this rank and counters, and the peak of memory of all together.
+        ``refused`` alone where the kernel doesn't run here; else by guard the seconds of a step (one number a round),
+        losses of this rank and counters, and the peak of memory of all together.
     """
     documents = PackedSequences.from_lengths([config["length"]] * config["documents"], device=device)
     batches = _batches(config, device)
@@ -139,12 +139,10 @@ def train(config: dict[str, Any], device: torch.device, parallel: str) -> dict[s
         first = turn % len(names)
         for guard in names[first:] + names[:first]:
             seconds[guard].append(_seconds(sides[guard], config["steps"], batches, documents))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, seconds)
     found = {}
     for guard, side in sides.items():
-        slowest = [max(rank[guard][turn] for rank in every) for turn in range(len(seconds[guard]))]
-        found[guard] = {"seconds": slowest, "losses": torch.stack(side.losses).tolist(), "calls": side.counters()}
+        losses = torch.stack(side.losses).tolist()
+        found[guard] = {"seconds": seconds[guard], "losses": losses, "calls": side.counters()}
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
     return {"guards": found, "peak_mib": peak}
 
