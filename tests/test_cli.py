@@ -24,7 +24,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a 
         (("bench",), "required: bench"),
         (("guess",), "invalid choice: 'guess'"),
         (("doctor", "--device", "cudda"), "--device: needs a device such as cpu or cuda:0, got 'cudda'"),
-        ((*KERNELS, "--contenders", "fast"), "--contenders: the kernel's name needs to be auto, torch, fla"),
+        ((*KERNELS, "--contenders", "fast"), "--contenders: the kernel's name needs to be auto, torch, triton, fla"),
         ((*KERNELS, "--contenders", "torch", "no.module:Kernel"), "needs a module no.module that imports"),
         ((*KERNELS, "--dtype", "int8"), "--dtype: needs one of float64, float32, bfloat16, float16, got 'int8'"),
         ((*KERNELS, "--device", "meta"), "--device: device needs one that PyTorch can compute on here"),
