@@ -10,6 +10,7 @@ from torch import Tensor
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import why_not_joined, why_separate
@@ -34,7 +35,7 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     device, dtype = weight.device, weight.dtype
     separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
     projections = "one product" if separate is None else f"separate products ({separate})"
-    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, device, dtype)
+    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
     return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
 
 
@@ -76,7 +77,7 @@ def explain_layer(
             f"{type(layer).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
             f"  projections: {_projections(layer, hidden_states, call, cache)}",
             f"  prologue: {_prologue(layer, c, device, dtype)}",
-            f"  epilogue: {_epilogue(layer, device, dtype)}",
+            f"  epilogue: {_epilogue(layer, c, device, dtype)}",
             f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
             f"  form: {_form(layer, hidden_states, call, cache, (q, k, v, g, beta))}",
             *(f"  {line}" for line in kernel.splitlines()),
@@ -101,8 +102,10 @@ def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dty
     return "fused" if reason is None else f"PyTorch ({reason})"
 
 
-def _epilogue(layer: Any, device: torch.device, dtype: torch.dtype) -> str:
-    reason = why_not_fused(device, dtype)
+def _epilogue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
+    if isinstance(layer.conv1d, ShortConvolution) and not isinstance(layer.norm, GatedRMSNorm):
+        return f"norm is a {type(layer.norm).__name__}"  # an injected layer calls the operator, whatever its norm is
+    reason = why_not_fused(device, dtype, head_dims=(config.linear_value_head_dim,))
     return "fused" if reason is None else f"PyTorch ({reason})"
 
 

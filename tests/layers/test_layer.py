@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
@@ -18,6 +20,7 @@ from qwenlinear.layers import (
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
 )
+from qwenlinear.ops import available
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -291,6 +294,22 @@ def test_repr_shows_kernel_and_implementations(make_layer) -> None:
         "epilogue=PyTorch (tensors on cpu)"
     ) in text
     assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
+
+
+def test_a_norm_that_was_replaced_is_what_runs(make_layer) -> None:
+    layer = make_layer()
+    layer.norm = torch.nn.Identity()
+    assert "epilogue: norm is a Identity" in layer.explain(rand(1, 12, 32))
+    assert "epilogue=norm is a Identity" in repr(layer)
+
+
+@pytest.mark.parametrize(("V", "runs"), [(8, "fused"), (12, "PyTorch (heads of 12, not a power of two up to 256)")])
+def test_the_epilogue_depends_on_the_size_of_a_head(layer_class, config, monkeypatch, V, runs) -> None:
+    monkeypatch.setattr(available, "_why_not_here", lambda device: None)
+    with FakeTensorMode(), torch.device("cuda"):
+        layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
+        text = layer.explain(torch.empty(1, 12, 32))
+    assert f"epilogue: {runs}" in text
 
 
 def test_explain(make_layer, recording_kernel) -> None:
