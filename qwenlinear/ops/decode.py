@@ -38,7 +38,7 @@ def decode_prologue(
         b: ``[B, 1, H, HV//H]`` write strength before the sigmoid.
         a: ``[B, 1, H, HV//H]`` decay before the gate.
         conv_state: ``[B, C, W-1]`` the columns before this token, oldest first, for q's channels, k's, v's
-            (C = 2*H*K + HV*V); **updated in place**. Any strides.
+            (``C = 2*H*K + HV*V``); **updated in place**. Any strides.
         weight: ``[C, 1, W]`` the convolution's taps.
         A_log: ``[HV]``.
         dt_bias: ``[HV]``.
