@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwenlinear._launch import on
-from qwenlinear.ops._prologue_triton import _log_softplus
+from qwenlinear.ops._prologue_triton import _decay, _log_softplus
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def decode_prologue_kernel(
         tl.store(v_out + (n * HV + value_head) * V + d, written.to(v_out.dtype.element_ty), mask=v_inside)
         gate = tl.load(a + n * a_n + key_head * a_h + within * a_g).to(tl.float32)
         log_softplus, _ = _log_softplus(gate + tl.load(dt_bias + value_head).to(tl.float32))
-        log_decay = tl.minimum(tl.load(A_log + value_head).to(tl.float32) + log_softplus, 9.210340371976182)  # log(1e4)
-        tl.store(g_out + n * HV + value_head, tl.maximum(-tl.exp(log_decay), -1e4))
+        log_decay = tl.load(A_log + value_head).to(tl.float32) + log_softplus
+        tl.store(g_out + n * HV + value_head, _decay(log_decay))
         strength = tl.sigmoid(tl.load(b + n * b_n + key_head * b_h + within * b_g).to(tl.float32))
         tl.store(beta_out + n * HV + value_head, strength.to(beta_out.dtype.element_ty))
 

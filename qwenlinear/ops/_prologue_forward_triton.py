@@ -10,6 +10,7 @@ import triton.language as tl
 
 from qwenlinear.ops._prologue_triton import (
     INTEGERS,
+    _decay,
     _at_start,
     _convolve,
     _extent,
@@ -54,8 +55,7 @@ def _gates_forward(
     A_log = tl.load(A_log_ptr + heads, mask=heads < HV, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=heads < HV, other=0.0).to(tl.float32)
     log_softplus, _ = _log_softplus(a.to(tl.float32) + dt_bias[None, :])
-    log_decay = tl.minimum(A_log[None, :] + log_softplus, 9.210340371976182)  # log(1e4)
-    tl.store(g_ptr + out, tl.maximum(-tl.exp(log_decay), -1e4), mask=mask)
+    tl.store(g_ptr + out, _decay(A_log[None, :] + log_softplus), mask=mask)
     tl.store(beta_ptr + out, _sigmoid(b.to(tl.float32)).to(beta_ptr.dtype.element_ty), mask=mask)
 
 

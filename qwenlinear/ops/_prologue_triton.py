@@ -54,6 +54,18 @@ def _log_softplus(x):
 
 
 @triton.jit
+def _at_most(x, limit: tl.constexpr):
+    """min(x, limit), but not-a-number stays what it is: tl.minimum alone would make a proper gate of a broken parameter."""
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _decay(log_decay):
+    """g of its logarithm log(-g), clamped at -1e4."""
+    return -_at_most(tl.exp(_at_most(log_decay, 9.210340371976182)), 1e4)  # log(1e4), which may round to a little more
+
+
+@triton.jit
 def _load_taps(weight_ptr, channels, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
     slots = tl.arange(0, 4) + (W - 4)
     mask = valid[:, :, None] & (slots >= 0)[None, None, :]

@@ -50,6 +50,17 @@ def test_the_gate_everywhere(a, A_log):
     torch.testing.assert_close(g.double(), want, rtol=2e-5, atol=smallest)  # exp of |log g| <= 200 in float32
 
 
+@pytest.mark.parametrize("broken", ["a", "A_log", "dt_bias"])
+def test_not_a_number_in_the_gate_is_not_hidden(broken):
+    call = one_token(torch.float32)
+    call[broken] = call[broken].clone()
+    call[broken].flatten()[0] = float("nan")
+    twin = {name: x.clone() for name, x in call.items()}
+    g, want = decode_prologue_op(**call, l2norm=True)[3], decode_prologue_twin(**twin, l2norm=True)[3]
+    assert g.isnan().any()
+    assert torch.equal(g.isnan(), want.isnan())
+
+
 def test_no_sequence():
     call = one_token(torch.float32, B=0)
     assert [x.shape[0] for x in decode_prologue_op(**call, l2norm=True)] == [0] * 5
