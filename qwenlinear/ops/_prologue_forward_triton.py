@@ -10,9 +10,9 @@ import triton.language as tl
 
 from qwenlinear.ops._prologue_triton import (
     INTEGERS,
-    _decay,
     _at_start,
     _convolve,
+    _decay,
     _extent,
     _load_group,
     _load_taps,

@@ -17,7 +17,9 @@ from qwenlinear.layers import (
     GatedDeltaNetConfig,
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
+    explain,
 )
+from qwenlinear.ops import available
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -291,6 +293,18 @@ def test_repr_shows_kernel_and_implementations(make_layer) -> None:
         "epilogue=PyTorch (tensors on cpu)"
     ) in text
     assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
+
+
+def test_the_epilogue_is_called_fused_only_where_it_is(monkeypatch) -> None:
+    """Heads that the Triton form does not take run in PyTorch, on a GPU too."""
+    monkeypatch.setattr(available, "_why_not_here", lambda device: None)
+    where = torch.device("cuda"), torch.bfloat16
+    for V, words in ((12, "PyTorch (heads of 12, not a power of two up to 256)"), (16, "fused")):
+        sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+        config = GatedDeltaNetConfig(hidden_size=32, linear_value_head_dim=V, **sizes)
+        layer = Qwen3_5GatedDeltaNet(config, TorchKernel())
+        assert explain._epilogue(layer, config, *where) == words
+        assert layer.norm.implementation(*where).endswith("fused") == (words == "fused")
 
 
 def test_explain(make_layer, recording_kernel) -> None:
