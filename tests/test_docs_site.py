@@ -24,7 +24,7 @@ def hooks() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("package", ["", ".kernels", ".layers", ".distributed", ".testing", ".hf"])
+@pytest.mark.parametrize("package", ["", ".kernels", ".layers", ".ops", ".distributed", ".testing", ".hf"])
 def test_public_names_have_a_reference(package: str) -> None:
     pages = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (qwenlinear[\w.]+)$", pages, re.M)}

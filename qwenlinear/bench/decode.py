@@ -9,7 +9,6 @@ and written, weights and convolution state read.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from qwenlinear import usage
 from qwenlinear.bench import decode_report, layer_gate
 from qwenlinear.bench.decode_contenders import KINDS, Decoder, decoders
 from qwenlinear.bench.floor import Sizes, copying
-from qwenlinear.bench.layer import add_size_arguments, fill_defaults, setup_of
+from qwenlinear.bench.layer_options import add_size_arguments, fill_defaults, setup_of
 from qwenlinear.bench.session import Session, say
 from qwenlinear.bench.timing import Call, Timing, captured, interleave
 
@@ -70,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every contender that ran was right and no part failed, 1 otherwise.
+
+    Raises:
+        UsageError: a file to lay out that holds no results.
     """
-    results = Bench(args).run() if args.render is None else json.loads(args.render.read_text())
+    results = Bench(args).run() if args.render is None else usage.results(args.render, "gate", "explain")
     decode_report.show(results)
     decode_report.write(results, args.out)
     wrong = [row for row in results["gate"] if "error" in row and not row["passed"]]

@@ -396,6 +396,4 @@ def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: obj
             got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
             raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype} from {method}, got {got}")
     if inputs.state_in_place and final is not inputs.initial_state:
-        raise TypeError(
-            f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another tensor"
-        )
+        raise TypeError(f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another")

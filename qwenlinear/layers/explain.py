@@ -10,7 +10,6 @@ from torch import Tensor
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
-from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import why_not_joined, why_separate
@@ -104,9 +103,8 @@ def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dty
 
 
 def _epilogue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
-    called = why_norm_is_called(layer.norm)
-    if called is not None and not isinstance(layer.norm, GatedRMSNorm):  # ours runs the operator however it is called
-        return f"norm is called (it {called})"
+    if (called := why_norm_is_called(layer.norm)) is not None:
+        return f"norm {called}"
     reason = why_not_fused(device, dtype, head_dims=(config.linear_value_head_dim,))
     return "fused" if reason is None else f"PyTorch ({reason})"
 

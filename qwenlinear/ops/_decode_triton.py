@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwenlinear._launch import on
-from qwenlinear.ops._prologue_triton import _decay, _log_softplus
+from qwenlinear.ops._gates_triton import _decay, _log_softplus
 
 
 @triton.jit

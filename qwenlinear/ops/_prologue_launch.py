@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwenlinear._launch import on
 from qwenlinear.ops._prologue_backward_triton import prologue_backward_kernel, prologue_state_backward_kernel
-from qwenlinear.ops._prologue_forward_triton import prologue_forward_kernel
+from qwenlinear.ops._prologue_triton import prologue_forward_kernel
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
@@ -17,7 +19,6 @@ from qwenlinear.layers import (
     GatedDeltaNetConfig,
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
-    explain,
 )
 from qwenlinear.ops import available
 
@@ -295,16 +296,20 @@ def test_repr_shows_kernel_and_implementations(make_layer) -> None:
     assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
 
 
-def test_the_epilogue_is_called_fused_only_where_it_is(monkeypatch) -> None:
-    """Heads that the Triton form does not take run in PyTorch, on a GPU too."""
+def test_a_norm_that_was_replaced_is_what_runs(make_layer) -> None:
+    layer = make_layer()
+    layer.norm = torch.nn.Identity()
+    assert "epilogue: norm is a Identity" in layer.explain(rand(1, 12, 32))
+    assert "epilogue=norm is a Identity" in repr(layer)
+
+
+@pytest.mark.parametrize(("V", "runs"), [(8, "fused"), (12, "PyTorch (heads of 12, not a power of two up to 256)")])
+def test_the_epilogue_depends_on_the_size_of_a_head(layer_class, config, monkeypatch, V, runs) -> None:
     monkeypatch.setattr(available, "_why_not_here", lambda device: None)
-    where = torch.device("cuda"), torch.bfloat16
-    for V, words in ((12, "PyTorch (heads of 12, not a power of two up to 256)"), (16, "fused")):
-        sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
-        config = GatedDeltaNetConfig(hidden_size=32, linear_value_head_dim=V, **sizes)
-        layer = Qwen3_5GatedDeltaNet(config, TorchKernel())
-        assert explain._epilogue(layer, config, *where) == words
-        assert layer.norm.implementation(*where).endswith("fused") == (words == "fused")
+    with FakeTensorMode(), torch.device("cuda"):
+        layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
+        text = layer.explain(torch.empty(1, 12, 32))
+    assert f"epilogue: {runs}" in text
 
 
 def test_explain(make_layer, recording_kernel) -> None:
