@@ -10,6 +10,7 @@ from torch import Tensor
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import why_not_joined, why_separate
@@ -103,7 +104,8 @@ def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dty
 
 
 def _epilogue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
-    if (called := why_norm_is_called(layer.norm)) is not None:
+    called = why_norm_is_called(layer.norm)
+    if called is not None and type(layer.norm) is not GatedRMSNorm:  # which runs the operator however it is called
         return f"norm {called}"
     reason = why_not_fused(device, dtype, head_dims=(config.linear_value_head_dim,))
     return "fused" if reason is None else f"PyTorch ({reason})"
