@@ -26,7 +26,8 @@ LIMITS = {
     torch.float16: (4e-3, 8e-3),
 }
 _SUMMED = ("A_log", "dt_bias")
-DENSE, PACKED = 200, (1, 63, 64, 5, 67)
+DENSE = 200
+PACKED: tuple[int, ...] = (1, 63, 64, 5, 67)
 _SEGMENT = 64  # tokens whose states the plain form keeps at a time
 
 
