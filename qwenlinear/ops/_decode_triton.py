@@ -95,6 +95,7 @@ def launch(
     """`qwenlinear.ops.decode_prologue` without its checks."""
     (B, _, H, K), (G, V), W = q.shape, v.shape[3:], weight.shape[2]
     HV = H * G
+    weight, A_log, dt_bias = (x.contiguous() for x in (weight, A_log, dt_bias))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     outs = (
         *(x.new_empty(B, 1, heads, size) for x, heads, size in ((q, H, K), (k, H, K), (v, HV, V))),
@@ -106,7 +107,7 @@ def launch(
         strides += [stride for x in (b, a) for stride in (x.stride(0), *x.stride()[2:])]
         with on(q.device):
             decode_prologue_kernel[(B * (2 * H + HV),)](
-                q, k, v, b, a, conv_state, weight.contiguous(), A_log, dt_bias, *outs, *strides, *conv_state.stride(),
+                q, k, v, b, a, conv_state, weight, A_log, dt_bias, *outs, *strides, *conv_state.stride(),
                 H=H, HV=HV, K=K, V=V, W=W, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V),
                 NORMALISE=l2norm, num_warps=1,
             )  # fmt: skip

@@ -32,6 +32,16 @@ def test_against_float64(dtype, W, grouped):
     assert (memory[..., W + 1 :] == 7.25).all()
 
 
+def test_small_tensors_may_be_strided():
+    call = one_token(torch.float32)
+    exact = {name: x.double() for name, x in call.items()}
+    for name in ("weight", "A_log", "dt_bias"):
+        call[name] = torch.stack([call[name], torch.full_like(call[name], 9.0)], -1)[..., 0]
+        assert not call[name].is_contiguous()
+    got, want = decode_prologue_op(**call, l2norm=True), decode_prologue_twin(**exact, l2norm=True)
+    assert max(relative(x, right) for x, right in zip(got, want, strict=True)) < 1e-6
+
+
 def test_without_normalisation():
     call = one_token(torch.float32)
     exact = {name: x.double() for name, x in call.items()}
