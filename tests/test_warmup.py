@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
-from qwenlinear import cli
+from qwenlinear import GatedDeltaKernel, TorchKernel, cli
 from qwenlinear.caches import Cache, caches, shipping
 
 SIZES = ["--heads", "1/2", "--hidden", "16", "--head-dim", "8", "--device", "cpu", "--dtype", "float32"]
@@ -25,6 +26,22 @@ def test_every_shape_runs_and_says_that_a_cpu_compiles_nothing(capsys, monkeypat
         assert name in out
     assert f"Triton: {tmp_path / 'triton'} (TRITON_CACHE_DIR is set), 0 files (0 new)" in out
     assert dict(os.environ) == before
+
+
+class StepOnly(GatedDeltaKernel):
+    """A kernel for decoding alone."""
+
+    capabilities = replace(TorchKernel.capabilities, chunk=False, backward=False)
+    tolerances = TorchKernel.tolerances
+
+    def _step(self, inputs):
+        return TorchKernel()._step(inputs)
+
+
+def test_a_kernel_without_a_chunked_form_warms_up_decoding(capsys) -> None:
+    words = ["--decode", "1", "3", "--qwen-gdn-backend", f"{__name__}:StepOnly"]
+    assert cli.main(["warmup", *SIZES, *words]) == 0
+    assert "decode 3" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said_before_anything_runs(capsys, tmp_path) -> None:

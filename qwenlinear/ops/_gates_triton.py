@@ -34,6 +34,18 @@ def _log_softplus(x):
 
 
 @triton.jit
+def _at_most(x, limit: tl.constexpr):
+    """min(x, limit), but not-a-number stays what it is: tl.minimum alone would make a proper gate of a broken parameter."""
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _decay(log_decay):
+    """g of its logarithm log(-g), clamped at -1e4."""
+    return -_at_most(tl.exp(_at_most(log_decay, 9.210340371976182)), 1e4)  # log(1e4), which may round to a little more
+
+
+@triton.jit
 def _gates_forward(
     program,
     b_ptr,
@@ -62,6 +74,5 @@ def _gates_forward(
     A_log = tl.load(A_log_ptr + heads, mask=heads < HV, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=heads < HV, other=0.0).to(tl.float32)
     log_softplus, _ = _log_softplus(a.to(tl.float32) + dt_bias[None, :])
-    log_decay = tl.minimum(A_log[None, :] + log_softplus, 9.210340371976182)  # log(1e4)
-    tl.store(g_ptr + out, tl.maximum(-tl.exp(log_decay), -1e4), mask=mask)
+    tl.store(g_ptr + out, _decay(A_log[None, :] + log_softplus), mask=mask)
     tl.store(beta_ptr + out, _sigmoid(b.to(tl.float32)).to(beta_ptr.dtype.element_ty), mask=mask)

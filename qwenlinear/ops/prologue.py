@@ -10,7 +10,7 @@ from torch import Tensor
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
-from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 Prologue = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
@@ -63,6 +63,7 @@ def prologue(
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
+        NotImplementedError: forward-mode differentiation of the Triton form.
 
     Example:
         >>> qkvba = torch.randn(1, 8, 2 * 2 * 4 + 4 * 4 + 4 + 4)
@@ -85,6 +86,7 @@ def prologue(
         return prologue_twin(
             qkv, b, a, weight, A_log, dt_bias, heads, head_dims, activation, l2norm, state, output_final_state, packed, lengths
         )  # fmt: skip
+    refuse_forward_mode("prologue", qkv, b, a, weight, A_log, dt_bias, state)
     return fused_prologue(
         qkv, b, a, weight, A_log, dt_bias, heads, head_dims, l2norm, state, output_final_state, packed, lengths
     )

@@ -103,6 +103,22 @@ def test_extreme_gates_stay_finite_and_right() -> None:
         torch.testing.assert_close(got_gradients[name].double(), want_gradients[name], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("broken", ["a", "A_log", "dt_bias"])
+def test_not_a_number_in_the_gate_is_not_hidden(broken: str) -> None:
+    """A clamp that drops it would leave a head that forgets everything, with a finite loss."""
+    case = Case(T=5, heads=(1, 2))
+    leaves = case.leaves()
+    if broken == "a":
+        leaves["buffer"][0, 2, case.C + 2] = float("nan")
+    else:
+        leaves[broken][0] = float("nan")
+    g, want = case.call(fused_prologue, leaves)[3], case.call(prologue_twin, leaves)[3]
+    assert g is not None
+    assert want is not None
+    assert g.isnan().any()
+    assert torch.equal(g.isnan(), want.isnan())
+
+
 def test_a_document_never_sees_another() -> None:
     case = Case(documents=(5, 0, 2, 6), state=True)
     leaves = case.leaves()
