@@ -46,6 +46,33 @@ class DeltaRuleInputs:
     cu_seqlens: Tensor | PackedSequences | None
     state_in_place: bool = False
 
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor | PackedSequences | None,
+        state_in_place: bool = False,
+    ) -> None:
+        put = object.__setattr__  # which a frozen dataclass looks up for each field: every call pays for it
+        put(self, "q", q)
+        put(self, "k", k)
+        put(self, "v", v)
+        put(self, "g", g)
+        put(self, "beta", beta)
+        put(self, "scale", scale)
+        put(self, "initial_state", initial_state)
+        put(self, "output_final_state", output_final_state)
+        put(self, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+        put(self, "cu_seqlens", cu_seqlens)
+        put(self, "state_in_place", state_in_place)
+
     @classmethod
     def validate(
         cls,
@@ -68,13 +95,12 @@ class DeltaRuleInputs:
         """
         if not _go_together(q, k, v, g, beta, initial_state):
             _check_tensors(q, k, v, g, beta, initial_state)
-        for name, flag in (
-            ("output_final_state", output_final_state),
-            ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-            ("state_in_place", state_in_place),
-        ):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name} needs True or False, got {flag!r}")
+        if not isinstance(output_final_state, bool):
+            raise _no_flag("output_final_state", output_final_state)
+        if not isinstance(use_qk_l2norm_in_kernel, bool):
+            raise _no_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+        if not isinstance(state_in_place, bool):
+            raise _no_flag("state_in_place", state_in_place)
         if cu_seqlens is not None or initial_state is not None:
             _check_sequences(q, v, g, initial_state, cu_seqlens)
         inputs = cls(
@@ -248,6 +274,10 @@ def _check_sequences(
         _same_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V] =")
         if initial_state.dtype != g.dtype:
             raise ValueError(f"initial_state needs {g.dtype} where q is {q.dtype}, got {initial_state.dtype}")
+
+
+def _no_flag(name: str, flag: object) -> ValueError:
+    return ValueError(f"{name} needs True or False, got {flag!r}")
 
 
 def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...], whose: str) -> None:
