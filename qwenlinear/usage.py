@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +85,14 @@ def numbers(form: str, separator: str, least: int = 1) -> Callable[[str], tuple[
     return parse
 
 
+def heads(word: str) -> tuple[int, ...]:
+    """Key and value heads that a layer can have, ``"16/32"`` as (16, 32)."""
+    H, HV = numbers("H/HV", "/")(word)
+    if HV % H:
+        raise argparse.ArgumentTypeError(f"needs H/HV with HV a multiple of H, got {word!r}")
+    return H, HV
+
+
 def kernel(*others: str) -> Callable[[str], str]:
     """The name of a kernel, as ``kernel_from_name`` takes it, or one of ``others``."""
 
@@ -99,6 +109,31 @@ def file(word: str) -> Path:
     if not Path(word).is_file():
         raise argparse.ArgumentTypeError(f"needs a file, got {word!r}")
     return Path(word)
+
+
+def results(path: Path, *parts: str) -> dict[str, Any]:
+    """The results of an earlier run of a benchmark, to lay out again.
+
+    Args:
+        path: its JSON.
+        parts: keys that it has.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        UsageError: it holds no JSON, or another benchmark's.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = [part for part in parts if part not in found]
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--render needs the JSON of an earlier run, got {path}: {error}") from error
+    if missing:
+        raise UsageError(
+            f"--render needs the JSON of an earlier run of this benchmark, got {path} without {missing[0]}"
+        )
+    return found
 
 
 def split(parse: Callable[[str], str]) -> Callable[[str], Sequence[str]]:

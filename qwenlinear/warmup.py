@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model, or its folder")
-    sizes.add_argument(
-        "--heads", type=usage.numbers("H/HV", "/"), metavar="H/HV", help="key and value heads, for example 16/32"
-    )
+    sizes.add_argument("--heads", type=usage.heads, metavar="H/HV", help="key and value heads, for example 16/32")
     parser.add_argument(
         "--head-dim", type=usage.whole(1), default=128, help="K = V, with --heads (default: %(default)s)"
     )

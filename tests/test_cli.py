@@ -14,6 +14,7 @@ import qwenlinear
 from qwenlinear import cli, testing
 
 KERNELS, MODEL, GUARD = ("bench", "kernels"), ("bench", "model"), ("bench", "guard", "--out", "somewhere")
+DATA = Path(__file__).parents[1] / "docs/data/kernels-h200.json"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU")
 
 
@@ -24,12 +25,16 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a 
         (("bench",), "required: bench"),
         (("guess",), "invalid choice: 'guess'"),
         (("doctor", "--device", "cudda"), "--device: needs a device such as cpu or cuda:0, got 'cudda'"),
-        ((*KERNELS, "--contenders", "fast"), "--contenders: the kernel's name needs to be auto, torch, fla"),
+        ((*KERNELS, "--contenders", "fast"), "--contenders: the kernel's name needs to be auto, torch"),
         ((*KERNELS, "--contenders", "torch", "no.module:Kernel"), "needs a module no.module that imports"),
         ((*KERNELS, "--dtype", "int8"), "--dtype: needs one of float64, float32, bfloat16, float16, got 'int8'"),
         ((*KERNELS, "--device", "meta"), "--device: device needs one that PyTorch can compute on here"),
         ((*KERNELS, "--heads", "4"), "--heads: needs H/HV, whole numbers of at least 1, got '4'"),
-        ((*KERNELS, "--heads", "4/6"), "--heads needs HV a multiple of H, got 4/6"),
+        ((*KERNELS, "--heads", "4/6"), "--heads: needs H/HV with HV a multiple of H, got '4/6'"),
+        (("bench", "layer", "--render", __file__), "--render needs the JSON of an earlier run"),
+        (("bench", "decode", "--render", str(DATA)), "needs the JSON of an earlier run of this benchmark"),
+        (("bench", "layer", "--heads", "4/6"), "--heads: needs H/HV with HV a multiple of H"),
+        (("bench", "decode", "--heads", "4/6"), "--heads: needs H/HV with HV a multiple of H"),
         ((*KERNELS, "--tokens", "0"), "--tokens: needs a whole number of at least 1, got '0'"),
         ((*KERNELS, "--packed", "4x"), "--packed: needs NxL"),
         ((*KERNELS, "--rounds", "many"), "--rounds: needs a whole number of at least 1, got 'many'"),

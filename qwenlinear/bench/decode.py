@@ -9,7 +9,6 @@ and written, weights and convolution state read.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every contender that ran was right and no part failed, 1 otherwise.
+
+    Raises:
+        UsageError: a file to lay out that holds no results.
     """
-    results = Bench(args).run() if args.render is None else json.loads(args.render.read_text())
+    results = Bench(args).run() if args.render is None else usage.results(args.render, "gate", "explain")
     decode_report.show(results)
     decode_report.write(results, args.out)
     wrong = [row for row in results["gate"] if "error" in row and not row["passed"]]

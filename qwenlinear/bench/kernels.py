@@ -8,7 +8,6 @@ keeps what it had.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -53,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", type=usage.dtype(*_DTYPES), help="of q, k and v; default: float32 on a CPU, bfloat16 on a GPU"
     )
-    parser.add_argument(
-        "--heads", type=usage.numbers("H/HV", "/"), nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)"
-    )
+    parser.add_argument("--heads", type=usage.heads, nargs="+", metavar="H/HV", help="default: 4/8 (CPU), 16/32 (GPU)")
     parser.add_argument(
         "--sizes", type=usage.whole(1), nargs=2, default=(128, 128), metavar=("K", "V"), help="head sizes"
     )
@@ -90,24 +87,12 @@ def run(args: argparse.Namespace) -> int:
         0 when every contender that ran was right, 1 otherwise.
 
     Raises:
-        UsageError: heads that no layer has, or a file to lay out that holds no results.
+        UsageError: a file to lay out that holds no results.
     """
-    for H, HV in args.heads or ():
-        if HV % H:
-            raise usage.UsageError(f"--heads needs HV a multiple of H, got {H}/{HV}")
-    results = Bench(args).run() if args.render is None else _results(args.render)
+    results = Bench(args).run() if args.render is None else usage.results(args.render, "gate", "first_calls")
     kernels_report.show(results)
     kernels_report.write(results, args.out)
     return 0 if all(_right(row) for row in results["gate"]) else 1
-
-
-def _results(path: Path) -> dict[str, Any]:
-    try:
-        results = json.loads(path.read_text())
-        results["gate"], results["machine"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise usage.UsageError(f"--render needs the JSON of an earlier run, got {path}: {error!r}") from error
-    return dict(results)
 
 
 def _right(row: dict[str, Any]) -> bool:

@@ -8,7 +8,6 @@ alone, and a copy of as many bytes as prologue and epilogue must move. Results a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +60,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", type=usage.dtype(), help="of weights and activations; default: float32 on a CPU, bfloat16 on a GPU"
     )
     parser.add_argument("--hidden", type=usage.whole(1), help="hidden size; default: 256 (CPU), 2048 (GPU)")
-    parser.add_argument(
-        "--heads", type=usage.numbers("H/HV", "/"), metavar="H/HV", help="default: 2/4 (CPU), 16/32 (GPU)"
-    )
+    parser.add_argument("--heads", type=usage.heads, metavar="H/HV", help="default: 2/4 (CPU), 16/32 (GPU)")
     parser.add_argument("--head-dim", type=usage.whole(1), help="K = V; default: 64 (CPU), 128 (GPU)")
     parser.add_argument(
         "--rounds", type=usage.whole(1), default=9, help="rounds of turns (default 9; at least 3 are kept)"
@@ -116,8 +113,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when every contender that ran was right and no part failed, 1 otherwise.
+
+    Raises:
+        UsageError: a file to lay out that holds no results.
     """
-    results = Bench(args).run() if args.render is None else json.loads(args.render.read_text())
+    results = Bench(args).run() if args.render is None else usage.results(args.render, "flat", "ops")
     layer_report.show(results)
     layer_report.write(results, args.out)
     wrong = [

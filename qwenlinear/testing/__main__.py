@@ -17,13 +17,14 @@ from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.layers import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
+from qwenlinear.testing.cases import Case
 from qwenlinear.testing.generate import generate
-from qwenlinear.testing.kernel import run_case, too_narrow, versions
+from qwenlinear.testing.jobs import EVERY, one, side_by_side
+from qwenlinear.testing.kernel import too_narrow, versions
 from qwenlinear.testing.layer import check_layer
 from qwenlinear.testing.report import CaseResult, ConformanceError, ConformanceReport
 
 _PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "flash-qla", "tilelang")
-_EVERY = 30.0  # seconds between two lines of progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtypes", type=dtypes, help="only these, separated by commas (default: all that are declared)"
     )
+    parser.add_argument(
+        "--jobs",
+        type=usage.whole(1),
+        default=1,
+        help="processes that run cases, and compile, side by side (default: 1)",
+    )
     parser.add_argument("--layers", action="store_true", help="also check both layers on each kernel, in bfloat16")
     parser.add_argument("--seconds", type=usage.positive, default=float("inf"), help="stop a kernel after this long")
     parser.add_argument("--json", type=Path, help="write every case there")
@@ -101,27 +108,36 @@ def _sections(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, C
 
 def _kernel(name: str, kernel: GatedDeltaKernel, args: argparse.Namespace) -> tuple[str, str, ConformanceReport]:
     device, start, remark = torch.device(args.device), time.perf_counter(), ""
-    told = start
-    cases = list(
-        generate(kernel, device.type, None if args.heads is None else tuple(args.heads), args.packings, args.dtypes)
+    heads = None if args.heads is None else tuple(args.heads)
+    cases = list(generate(kernel, device.type, heads, args.packings, args.dtypes))
+    results = (
+        _in_turn(name, cases, args)
+        if args.jobs == 1
+        else side_by_side(name, args.device, cases, args.jobs, args.seconds)
     )
-    results: list[CaseResult] = []
+    found = [result for answers in results for result in answers or ()]
+    if missing := [case for case, answers in zip(cases, results, strict=True) if answers is None]:
+        remark = f"{len(missing)} cases were not run: the limit of {args.seconds:g} s"
+        found.append(CaseResult(missing[0], "failed", remark))
+    remarks = too_narrow(kernel, device) if device.type == "cpu" else ()
+    report = ConformanceReport(repr(kernel), args.device, tuple(found), remarks, versions())
+    took = f"{time.perf_counter() - start:.0f} s of wall time, {args.jobs} process(es)."
+    return name, "\n\n".join([report.table(), *([f"**{remark}.**"] if remark else []), took]), report
+
+
+def _in_turn(name: str, cases: Sequence[Case], args: argparse.Namespace) -> list[list[CaseResult] | None]:
+    """What each case gave, in order; None for one that the time did not reach."""
+    start = told = time.perf_counter()
+    results: list[list[CaseResult] | None] = [None] * len(cases)
     for number, case in enumerate(cases):
         now = time.perf_counter()
-        if now - told > _EVERY:
+        if now - start > args.seconds:
+            break
+        if now - told > EVERY:
             told = now
             print(f"{name}: case {number} of {len(cases)} after {now - start:.0f} s", file=sys.stderr, flush=True)
-        broken = results and results[-1].status == "failed" and "CUDA error" in results[-1].text
-        if broken or now - start > args.seconds:
-            why = "the device is lost to this process" if broken else f"the limit of {args.seconds:g} s"
-            remark = f"\n\n**{len(cases) - number} cases were not run: {why}.**"
-            break
-        results += run_case(kernel, case, device)
-    if remark:
-        results.append(CaseResult(cases[number], "failed", remark.strip("*. \n")))
-    remarks = too_narrow(kernel, device) if device.type == "cpu" else ()
-    report = ConformanceReport(repr(kernel), args.device, tuple(results), remarks, versions())
-    return name, f"{report.table()}{remark}\n\n{time.perf_counter() - start:.0f} s of wall time.", report
+        results[number] = one(name, args.device, case)
+    return results
 
 
 def _packages() -> dict[str, str]:

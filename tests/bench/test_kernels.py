@@ -161,7 +161,7 @@ def test_own_python_is_measured_with_a_kernel_that_returns_at_once() -> None:
 
 
 def test_shapes_and_names() -> None:
-    assert usage.numbers("H/HV", "/")("16/32") == (16, 32)
+    assert usage.heads("16/32") == (16, 32)
     assert usage.numbers("NxL", "x")("64x32") == (64, 32)
     inputs = sample(Case(3, 5, 1, 2, 4, 6), CPU, torch.bfloat16)
     assert inputs.v.shape == (1, 15, 2, 6)
