@@ -31,6 +31,15 @@ def test_public_names_have_a_reference(package: str) -> None:
     assert set(importlib.import_module(f"qwenlinear{package}").__all__) <= documented
 
 
+def test_a_reference_is_no_module_that_has_the_name_of_what_is_in_it() -> None:
+    """``qwenlinear.ops.prologue`` is the module to mkdocstrings and the function to everybody else."""
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (qwenlinear[\w.]+)$", page.read_text(), re.M):
+            where = importlib.import_module(name.rpartition(".")[0])
+            is_module = hasattr(where, "__path__") and importlib.util.find_spec(name) is not None
+            assert not is_module, name
+
+
 def test_examples_are_on_their_page() -> None:
     page = (DOCS / "examples.md").read_text()
     for path in EXAMPLES.rglob("*.py"):

@@ -99,9 +99,11 @@ class AutoKernel(GatedDeltaKernel):
         return self._execute(inputs, form)
 
     def _execute(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
-        chosen, refused = self._first_without(lambda candidate: candidate._all_refusals(inputs, form))
-        if chosen is None:
-            raise UnsupportedCall(repr(self), refused, f"{form}: {inputs.describe()}")
+        for chosen in self.candidates:  # one without the form needs no words here on why it refuses
+            if getattr(chosen.capabilities, form) and not chosen._all_refusals(inputs, form):
+                break
+        else:
+            raise UnsupportedCall(repr(self), self._all_refusals(inputs, form), f"{form}: {inputs.describe()}")
         if (form, id(chosen)) not in self._said:
             self._said.add((form, id(chosen)))
             self._tell(chosen, inputs, form)

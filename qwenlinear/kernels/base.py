@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from qwenlinear.errors import Refusal, UnsupportedCall
+from qwenlinear.kernels.answer import check_answer
 from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
 from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer, plan, run_without_tokens
 from qwenlinear.kernels.packing import PackedSequences
-from qwenlinear.kernels.precision import without_autocast
+from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 
 
 class GatedDeltaKernel(ABC):
@@ -253,10 +254,11 @@ class GatedDeltaKernel(ABC):
         Returns:
             Every reason; ``()`` means that the kernel is there. Nothing is imported or launched.
         """
-        where = torch.device(device)
-        if where not in self._unavailable:
-            self._unavailable[where] = tuple(self._machine_refusals(self._hardware(where)))
-        return self._unavailable[where]
+        where = device if isinstance(device, torch.device) else torch.device(device)
+        missing = self._unavailable.get(where)
+        if missing is None:
+            missing = self._unavailable[where] = tuple(self._machine_refusals(self._hardware(where)))
+        return missing
 
     def require(self, device: torch.device | str) -> None:
         """Fail now if the machine lacks what this kernel needs, so that a job dies at start-up and not at its first step.
@@ -317,7 +319,7 @@ class GatedDeltaKernel(ABC):
         return missing or tuple(self._load())
 
     def _run_or_leave_graph(self, inputs: DeltaRuleInputs, form: Form) -> Answer:
-        if torch.compiler.is_compiling() and not self.capabilities.compile_safe:
+        if not self.capabilities.compile_safe and torch.compiler.is_compiling():
             # One break here instead of tracing Python that differs with every length: minutes of compilation for nothing.
             return _run_eagerly(self, inputs, form)
         return self._run(inputs, form)
@@ -335,12 +337,16 @@ class GatedDeltaKernel(ABC):
             if lowering.after is not None:
                 undo.append((lowering.after, inputs))
             inputs = lowered
-        if inputs.B * inputs.T == 0:
+        if inputs.g.numel() == 0:
             answer = run_without_tokens(inputs)
         else:
-            with without_autocast(inputs.q.device):  # the call says its dtypes; a kernel's products keep to them
-                answer = self._chunk(inputs) if form == "chunk" else self._step(inputs)
-            _check_answer(self, inputs, answer, f"_{form}")
+            run = self._chunk if form == "chunk" else self._step
+            if autocast_enabled(inputs.q.device):
+                with without_autocast(inputs.q.device):  # the call says its dtypes; a kernel's products keep to them
+                    answer = run(inputs)
+            else:
+                answer = run(inputs)
+            check_answer(self, inputs, answer, form)
         for after, before in reversed(undo):
             answer = after(before, answer)
         return answer if inputs.output_final_state else (answer[0], None)
@@ -379,21 +385,3 @@ _run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_
 # What torch.compiler.assume_constant_result sets, without importing the compiler: versions and imports are no part of a graph.
 GatedDeltaKernel._asked_machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 GatedDeltaKernel._asked_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: object, method: str) -> None:
-    """A kernel author's mistake, caught where it was made."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:  # a tensor of two rows would unpack
-        got = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
-        raise TypeError(f"{kernel!r} needs to return a pair (o, final_state or None) from {method}, got {got}")
-    o, final = answer
-    K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
-    wanted = {"o": (o, inputs.v.shape, inputs.q.dtype)}
-    if inputs.output_final_state:
-        wanted["final_state"] = (final, torch.Size((inputs.N, inputs.HV, K, V)), inputs.g.dtype)
-    for name, (tensor, shape, dtype) in wanted.items():
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-            got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype} from {method}, got {got}")
-    if inputs.state_in_place and final is not inputs.initial_state:
-        raise TypeError(f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another")

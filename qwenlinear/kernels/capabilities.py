@@ -121,18 +121,10 @@ class KernelCapabilities:
         if inputs.q.dtype not in self.dtypes:
             known = _names(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             yield Refusal("dtype", f"q, k and v in {known}", str(inputs.q.dtype).removeprefix("torch."), "cast them")
-        for code, sizes, size in (
-            ("key_head_size", self.key_head_sizes, inputs.K),
-            ("value_head_size", self.value_head_sizes, inputs.V),
-        ):
-            if sizes is not None and size not in sizes:
-                letter = code[0].upper()
-                yield Refusal(
-                    code,
-                    f"{letter} in {_sizes(sizes)}",
-                    f"{letter}={size}",
-                    "use another kernel for this model",
-                )
+        if self.key_head_sizes is not None and inputs.K not in self.key_head_sizes:
+            yield _other_size("key_head_size", self.key_head_sizes, inputs.K)
+        if self.value_head_sizes is not None and inputs.V not in self.value_head_sizes:
+            yield _other_size("value_head_size", self.value_head_sizes, inputs.V)
         if inputs.needs_grad and exists:  # a form that is not there needs no word on its gradients
             if not (self.backward if form == "chunk" else self.step_backward):
                 yield Refusal(
@@ -184,6 +176,11 @@ def _require_set(name: str, found: object, kind: type, example: str) -> None:
     """A set of one kind of thing: a string would do as a container of its letters, a list as nothing that is frozen."""
     if not isinstance(found, Set) or not all(isinstance(one, kind) for one in found):
         raise TypeError(f"{name} needs a set of {kind.__name__}s, such as {example}; got {found!r}")
+
+
+def _other_size(code: str, sizes: Container[int], size: int) -> Refusal:
+    letter = code[0].upper()
+    return Refusal(code, f"{letter} in {_sizes(sizes)}", f"{letter}={size}", "use another kernel for this model")
 
 
 def _names(words: object) -> str:

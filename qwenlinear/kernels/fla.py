@@ -128,17 +128,14 @@ class FLAKernel(GatedDeltaKernel):
 
     def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
         packed = inputs.packed
-        boundaries: dict[str, Tensor | None] = {"cu_seqlens": None}
-        if packed is not None:
-            boundaries = {  # all three from the host's boundaries, once a batch: FLA then reads nothing back
-                "cu_seqlens": inputs.boundaries,
-                "cu_seqlens_cpu": packed._boundaries(torch.device("cpu")),
-                "chunk_indices": _chunk_indices(packed, inputs.q.device),
-            }
-        return cast(Answer, self._functions["chunk"](**_arguments(inputs), **boundaries))
+        arguments = _arguments(inputs)
+        if packed is not None:  # all from the host's boundaries, once a batch: FLA then reads nothing back
+            arguments["cu_seqlens_cpu"] = packed._boundaries(torch.device("cpu"))
+            arguments["chunk_indices"] = _chunk_indices(packed, inputs.q.device)
+        return cast(Answer, self._functions["chunk"](**arguments))
 
     def _step(self, inputs: DeltaRuleInputs) -> Answer:
-        return cast(Answer, self._functions["step"](**_arguments(inputs), cu_seqlens=inputs.boundaries))
+        return cast(Answer, self._functions["step"](**_arguments(inputs)))
 
 
 def _arguments(inputs: DeltaRuleInputs) -> dict[str, Any]:
@@ -152,6 +149,7 @@ def _arguments(inputs: DeltaRuleInputs) -> dict[str, Any]:
         "initial_state": inputs.initial_state,
         "output_final_state": inputs.output_final_state,
         "use_qk_l2norm_in_kernel": inputs.use_qk_l2norm_in_kernel,
+        "cu_seqlens": inputs.boundaries,
     }
 
 

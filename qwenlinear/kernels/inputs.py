@@ -47,6 +47,33 @@ class DeltaRuleInputs:
     cu_seqlens: Tensor | PackedSequences | None
     state_in_place: bool = False
 
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor | PackedSequences | None,
+        state_in_place: bool = False,
+    ) -> None:
+        put = object.__setattr__  # which a frozen dataclass looks up for each field: every call pays for it
+        put(self, "q", q)
+        put(self, "k", k)
+        put(self, "v", v)
+        put(self, "g", g)
+        put(self, "beta", beta)
+        put(self, "scale", scale)
+        put(self, "initial_state", initial_state)
+        put(self, "output_final_state", output_final_state)
+        put(self, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+        put(self, "cu_seqlens", cu_seqlens)
+        put(self, "state_in_place", state_in_place)
+
     @classmethod
     def validate(
         cls,
@@ -67,44 +94,23 @@ class DeltaRuleInputs:
         Raises:
             ValueError: naming the argument, what it needs and what came.
         """
-        for name, tensor, dims in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"{name} needs a tensor, got {type(tensor).__name__}")
-            if tensor.dim() != dims:
-                raise ValueError(f"{name} needs shape {_LETTERS[name]}, got {list(tensor.shape)}")
-        B, T, H, K = q.shape
-        HV, V = v.shape[2], v.shape[3]
-        _same_shape("k", k, q.shape, "q's")
-        _same_shape("v", v, (B, T, HV, V), "q's B and T")
-        _same_shape("g", g, (B, T, HV), "v's")
-        _same_shape("beta", beta, (B, T, HV), "v's")
-        if H < 1 or HV % H or HV < 1:
-            raise ValueError(f"v needs a number of heads HV that is a multiple of q's H, got HV={HV} and H={H}")
-        if K < 1 or V < 1:
-            raise ValueError(f"q and v need head sizes of at least 1, got K={K} and V={V}")
-        _check_dtypes(q, k, v, g, beta)
-        for name, other in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
-            if other is not None and other.device != q.device:
-                raise ValueError(f"{name} needs q's device {q.device}, got {other.device}")
-        for name, flag in (
-            ("output_final_state", output_final_state),
-            ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-            ("state_in_place", state_in_place),
-        ):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name} needs True or False, got {flag!r}")
-        N = _count_sequences(cu_seqlens, B, T)
-        if initial_state is not None:
-            _same_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V] =")
-            if initial_state.dtype != g.dtype:
-                raise ValueError(f"initial_state needs {g.dtype} where q is {q.dtype}, got {initial_state.dtype}")
+        if not _go_together(q, k, v, g, beta, initial_state):
+            _check_tensors(q, k, v, g, beta, initial_state)
+        if not isinstance(output_final_state, bool):
+            raise _no_flag("output_final_state", output_final_state)
+        if not isinstance(use_qk_l2norm_in_kernel, bool):
+            raise _no_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+        if not isinstance(state_in_place, bool):
+            raise _no_flag("state_in_place", state_in_place)
+        if cu_seqlens is not None or initial_state is not None:
+            _check_sequences(q, v, g, initial_state, cu_seqlens)
         inputs = cls(
             q,
             k,
             v,
             g,
             beta,
-            _scale(scale, K),
+            float(q.shape[3] ** -0.5) if scale is None else _checked(scale),
             initial_state,
             output_final_state,
             use_qk_l2norm_in_kernel,
@@ -164,8 +170,15 @@ class DeltaRuleInputs:
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will want a backward pass."""
-        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        state = self.initial_state
+        return torch.is_grad_enabled() and (
+            self.q.requires_grad
+            or self.k.requires_grad
+            or self.v.requires_grad
+            or self.g.requires_grad
+            or self.beta.requires_grad
+            or (state is not None and state.requires_grad)
+        )
 
     def state_or_zeros(self) -> Tensor:
         """The initial state, or ``[N, HV, K, V]`` zeros of g's dtype."""
@@ -202,8 +215,75 @@ _LETTERS = {
 }
 
 
+# A call costs the host as much as it makes the host look at. So what is right is found in few looks, each shape, dtype and
+# device asked for once; and only what is wrong is looked at name by name, for an error that says which.
+
+
+def _go_together(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> bool:
+    """Whether `_check_tensors` would find nothing: the same conditions, all at once."""
+    tensors: tuple[object, ...] = (q, k, v, g, beta)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            return False
+    if q.dim() != 4 or v.dim() != 4:
+        return False
+    shape, dtype, device = q.shape, q.dtype, q.device
+    B, T, H, K = shape
+    _, _, HV, V = values = v.shape
+    gates = (B, T, HV)
+    return (
+        k.shape == shape
+        and values == (B, T, HV, V)
+        and g.shape == gates
+        and beta.shape == gates
+        and (H >= 1 and HV >= 1 and HV % H == 0 and K >= 1 and V >= 1)
+        and (k.dtype == dtype and v.dtype == dtype and g.dtype == _STATE_DTYPES.get(dtype))
+        and beta.is_floating_point()
+        and (k.device == device and v.device == device and g.device == device and beta.device == device)
+        and (initial_state is None or (isinstance(initial_state, Tensor) and initial_state.device == device))
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> None:
+    for name, tensor, dims in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} needs a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} needs shape {_LETTERS[name]}, got {list(tensor.shape)}")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    _same_shape("k", k, q.shape, "q's")
+    _same_shape("v", v, (B, T, HV, V), "q's B and T")
+    _same_shape("g", g, (B, T, HV), "v's")
+    _same_shape("beta", beta, (B, T, HV), "v's")
+    if H < 1 or HV % H or HV < 1:
+        raise ValueError(f"v needs a number of heads HV that is a multiple of q's H, got HV={HV} and H={H}")
+    if K < 1 or V < 1:
+        raise ValueError(f"q and v need head sizes of at least 1, got K={K} and V={V}")
+    _check_dtypes(q, k, v, g, beta)
+    for name, other in (("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} needs q's device {q.device}, got {other.device}")
+
+
+def _check_sequences(
+    q: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | PackedSequences | None
+) -> None:
+    B, T, _, K = q.shape
+    N = _count_sequences(cu_seqlens, B, T)
+    if initial_state is not None:
+        HV, V = v.shape[2], v.shape[3]
+        _same_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V] =")
+        if initial_state.dtype != g.dtype:
+            raise ValueError(f"initial_state needs {g.dtype} where q is {q.dtype}, got {initial_state.dtype}")
+
+
+def _no_flag(name: str, flag: object) -> ValueError:
+    return ValueError(f"{name} needs True or False, got {flag!r}")
+
+
 def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...], whose: str) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+    if tensor.shape != shape:
         raise ValueError(f"{name} needs shape {list(shape)} ({whose}), got {list(tensor.shape)}")
 
 
@@ -233,9 +313,7 @@ def _check_in_place(inputs: DeltaRuleInputs) -> None:
         raise ValueError(f"state_in_place needs {reason}")
 
 
-def _scale(scale: float | None, K: int) -> float:
-    if scale is None:
-        return float(K**-0.5)
+def _checked(scale: float) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale needs a finite number or None for K**-0.5, got {scale!r}")
     return float(scale)

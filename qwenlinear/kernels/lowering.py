@@ -87,9 +87,9 @@ def plan(inputs: DeltaRuleInputs, capabilities: KernelCapabilities) -> Iterator[
         yield Lowering(f"the {inputs.B} rows of the batch are packed one behind another", _pack_rows, _unpack_rows)
     if inputs.cu_seqlens is not None and not capabilities.empty_sequences and _maybe_empty(inputs.cu_seqlens):
         yield Lowering("empty documents are left out and their states put back", _drop_empty, _restore_empty)
-    if inputs.use_qk_l2norm_in_kernel and not capabilities.qk_l2norm:
+    if not capabilities.qk_l2norm and inputs.use_qk_l2norm_in_kernel:
         yield Lowering("q and k are normalised before the kernel", _normalise)
-    if inputs.HV > inputs.H and not capabilities.value_head_groups:
+    if not capabilities.value_head_groups and inputs.HV > inputs.H:
         yield Lowering(f"q and k are repeated {inputs.HV // inputs.H} times to HV={inputs.HV} heads", _repeat_heads)
     if capabilities.state_layout == "vk" and (inputs.initial_state is not None or inputs.output_final_state):
         yield Lowering("states are transposed to [N, HV, V, K] and back", _transpose_state, _transpose_answer)
@@ -124,6 +124,16 @@ def strided_names(inputs: DeltaRuleInputs) -> list[str]:
     Returns:
         Names, in the order of the arguments.
     """
+    state = inputs.initial_state
+    if (
+        inputs.q.is_contiguous()
+        and inputs.k.is_contiguous()
+        and inputs.v.is_contiguous()
+        and inputs.g.is_contiguous()
+        and inputs.beta.is_contiguous()
+        and (state is None or state.is_contiguous())
+    ):
+        return []  # what nearly every call comes to
     return [name for name, tensor in _tensors(inputs).items() if not tensor.is_contiguous()]
 
 

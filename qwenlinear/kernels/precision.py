@@ -22,8 +22,8 @@ def autocast_enabled(device: torch.device) -> bool:
     Returns:
         True inside an enabled ``torch.autocast`` for the device's type.
     """
-    known = device.type in _KNOWN or torch.amp.is_autocast_available(device.type)
-    return known and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return (kind in _KNOWN or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.padding import RightPadding
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """What a layer goes on with; made by :meth:`check`.
 
     Args:

@@ -175,7 +175,8 @@ class GatedDeltaNet(nn.Module, ABC):
                 o = decode_in_place(
                     self.config, self.kernel, token, self._weights(), conv_state, recurrent_state
                 ).view_as(token.z)
-                o = epilogue(o, token.z, self.norm.weight, self.norm.eps)
+                norm = self.norm
+                o = epilogue(o, token.z, norm.weight, norm.eps)
             output: Tensor = self.out_proj(o.flatten(2))
         return output
 
@@ -244,17 +245,18 @@ class GatedDeltaNet(nn.Module, ABC):
     ) -> LayerCall:
         """Check everything before anything runs."""
         check_input(self.config, hidden_states, cache)
-        if hidden_states.device != self.A_log.device:
-            raise ValueError(f"hidden_states needs the layer's device {self.A_log.device}, got {hidden_states.device}")
+        device = self.A_log.device
+        if hidden_states.device != device:
+            raise ValueError(f"hidden_states needs the layer's device {device}, got {hidden_states.device}")
         call = LayerCall.check(self.config, hidden_states, cu_seqlens, cache, attention_mask)
         if cache is not None:
             cache.check_layer(self)
-        plain = type(self.out_proj) is nn.Linear and not autocast_enabled(hidden_states.device)
-        if plain and hidden_states.dtype != self.out_proj.weight.dtype:  # an adapter in its place casts as it likes
+        if type(self.out_proj) is nn.Linear:  # an adapter in its place casts as it likes
             weights = self.out_proj.weight.dtype
-            raise ValueError(
-                f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
-            )
+            if hidden_states.dtype != weights and not autocast_enabled(hidden_states.device):
+                raise ValueError(
+                    f"hidden_states needs the weights' dtype {weights}, or autocast; got {hidden_states.dtype}"
+                )
         return call
 
     # ---- parameters ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Shared by this package's layers and by injected Transformers layers, whose state
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,7 @@ from qwenlinear.layers.projection import Projected, ProjectedToken
 from qwenlinear.ops import decode_prologue, prologue, why_not_fused
 
 
-@dataclass(frozen=True)
-class MixingWeights:
+class MixingWeights(NamedTuple):
     """What a layer's prologue reads.
 
     Args:

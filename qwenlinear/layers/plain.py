@@ -36,7 +36,14 @@ def why_not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
         return "is called for the sake of hooks on all modules"
     if "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return "has a forward of its own"
-    for name, parameter in (*module._parameters.items(), ("weight", getattr(module, "weight", None))):
-        if parameter is not None and type(parameter) not in (nn.Parameter, Tensor):
-            return f"has a {name} that is a {type(parameter).__name__}"
-    return None
+    for name, parameter in module._parameters.items():
+        if (reason := _why_no_plain_tensor(name, parameter)) is not None:
+            return reason
+    if "weight" in module._parameters and "weight" not in module.__dict__:
+        return None  # seen above: looking a module's attribute up is slow
+    return _why_no_plain_tensor("weight", getattr(module, "weight", None))
+
+
+def _why_no_plain_tensor(name: str, found: object) -> str | None:
+    plain = found is None or type(found) in (nn.Parameter, Tensor)
+    return None if plain else f"has a {name} that is a {type(found).__name__}"

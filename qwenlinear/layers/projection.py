@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,7 @@ class Projected:
     z: Tensor
 
 
-@dataclass(frozen=True)
-class ProjectedToken:
+class ProjectedToken(NamedTuple):
     """The same of one token a sequence, all of it views of what the modules returned. G is HV // H.
 
     Args:

@@ -39,7 +39,7 @@ def decode_prologue(
         b: ``[B, 1, H, HV//H]`` write strength before the sigmoid.
         a: ``[B, 1, H, HV//H]`` decay before the gate.
         conv_state: ``[B, C, W-1]`` the columns before this token, oldest first, for q's channels, k's, v's
-            (C = 2*H*K + HV*V); **updated in place**. Any strides.
+            (``C = 2*H*K + HV*V``); **updated in place**. Any strides.
         weight: ``[C, 1, W]`` the convolution's taps.
         A_log: ``[HV]``.
         dt_bias: ``[HV]``.
@@ -127,10 +127,10 @@ def _check(
         raise ValueError(f"v needs shape [B, 1, H, HV//H, V] with q's B and H, {list(q.shape)}, got {list(v.shape)}")
     if weight.dim() != 3 or weight.shape[1] != 1:
         raise ValueError(f"weight needs shape [C, 1, W], got {list(weight.shape)}")
-    (B, _, H, K), (G, V), W = q.shape, v.shape[3:], weight.shape[2]
-    C, heads = 2 * H * K + H * G * V, (B, 1, H, G)
-    for name, x, shape in (
-        ("k", k, tuple(q.shape)),
+    shape, (B, _, H, K), (*_, G, V), W = q.shape, q.shape, v.shape, weight.shape[2]
+    device, C, heads = q.device, 2 * H * K + H * G * V, (B, 1, H, G)
+    for name, x, wanted in (
+        ("k", k, shape),
         ("b", b, heads),
         ("a", a, heads),
         ("weight", weight, (C, 1, W)),
@@ -138,11 +138,9 @@ def _check(
         ("A_log", A_log, (H * G,)),
         ("dt_bias", dt_bias, (H * G,)),
     ):
-        if tuple(x.shape) != shape or x.device != q.device or not x.is_floating_point():
-            raise ValueError(
-                f"{name} needs shape {list(shape)} on {q.device} and a floating dtype, got {list(x.shape)} on {x.device}, "
-                f"{x.dtype}"
-            )
+        if x.shape != wanted or x.device != device or not x.is_floating_point():
+            needs = f"shape {list(wanted)} on {device} and a floating dtype"
+            raise ValueError(f"{name} needs {needs}, got {list(x.shape)} on {x.device}, {x.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} needs q's dtype {q.dtype}, got {x.dtype}")

@@ -39,7 +39,7 @@ def prologue(
     same results. Arguments may be strided views of one buffer, as long as their last dimension is contiguous.
 
     Args:
-        qkv: ``[B, T, C]`` any floating dtype, C = 2*H*K + HV*V: q, k and v side by side.
+        qkv: ``[B, T, C]`` any floating dtype, ``C = 2*H*K + HV*V``: q, k and v side by side.
         b: ``[B, T, HV]`` beta before the sigmoid.
         a: ``[B, T, HV]`` the decay before its bias.
         weight: ``[C, 1, W]`` the convolution's taps, as ``nn.Conv1d`` has them.

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
@@ -19,8 +18,9 @@ from qwenlinear.layers import (
     GatedDeltaNetConfig,
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
+    explain,
 )
-from qwenlinear.ops import available
+from qwenlinear.ops.available import why_not_these_sizes
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -305,11 +305,13 @@ def test_a_norm_that_was_replaced_is_what_runs(make_layer) -> None:
 
 @pytest.mark.parametrize(("V", "runs"), [(8, "fused"), (12, "PyTorch (heads of 12, not a power of two up to 256)")])
 def test_the_epilogue_depends_on_the_size_of_a_head(layer_class, config, monkeypatch, V, runs) -> None:
-    monkeypatch.setattr(available, "_why_not_here", lambda device: None)
-    with FakeTensorMode(), torch.device("cuda"):
-        layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
-        text = layer.explain(torch.empty(1, 12, 32))
-    assert f"epilogue: {runs}" in text
+    def sizes_alone(device, dtype, head_dims):
+        return why_not_these_sizes("silu", 1, head_dims)
+
+    monkeypatch.setattr(explain, "why_not_fused", sizes_alone)
+    layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
+    assert f"epilogue: {runs}" in layer.explain(torch.empty(1, 12, 32))
+    assert f"epilogue={runs}" in repr(layer)
 
 
 def test_explain(make_layer, recording_kernel) -> None:
