@@ -93,7 +93,8 @@ class Inputs:
         rows = {name: _rows(getattr(self, name)) for name in ("qkv", "b", "a")}
         state = None if self.initial_state is None else self.initial_state.transpose(1, 2).contiguous()
         small = {name: getattr(self, name).contiguous() for name in ("weight", "A_log", "dt_bias")}
-        return replace(self, initial_state=state, **rows, **small)
+        lengths = None if self.lengths is None else self.lengths.contiguous()
+        return replace(self, initial_state=state, lengths=lengths, **rows, **small)
 
     @property
     def sequences(self) -> int:

@@ -69,6 +69,22 @@ def test_gradients_of_the_projections_lie_in_one_buffer() -> None:
     assert {t.stride() for t in (dqkv, db, da)} == {(6 * (case.C + 2 * HV), case.C + 2 * HV, 1)}
 
 
+def test_small_tensors_may_be_strided() -> None:
+    case = Case(B=3, T=7, state=True, final=True)
+    leaves, HV = case.leaves(), case.heads[1]
+    qkv, b, a, _ = leaves["buffer"].split([case.C, HV, HV, HV * case.head_dims[1]], -1)
+    small = [leaves[name] for name in ("weight", "A_log", "dt_bias")] + [torch.tensor([2, 0, 7])]
+    strided = [torch.stack([t, torch.full_like(t, 5)], -1)[..., 0] for t in small]
+    assert not any(t.is_contiguous() for t in strided)
+    answers = [
+        fused_prologue(
+            qkv, b, a, *tensors[:3], case.heads, case.head_dims, True, leaves["initial_state"], True, None, tensors[3]
+        )
+        for tensors in (small, strided)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*answers, strict=True) if x is not None and y is not None)
+
+
 def test_gates_of_another_dtype() -> None:
     case = Case(T=6, dtype=torch.float16)
     leaves, HV = case.leaves(), case.heads[1]
