@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qwenlinear.errors import Refusal, UnsupportedCall
+from qwenlinear.kernels.answer import check_answer
 from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
 from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
 from qwenlinear.kernels.inputs import DeltaRuleInputs
@@ -345,7 +346,7 @@ class GatedDeltaKernel(ABC):
                     answer = run(inputs)
             else:
                 answer = run(inputs)
-            _check_answer(self, inputs, answer, form)
+            check_answer(self, inputs, answer, form)
         for after, before in reversed(undo):
             answer = after(before, answer)
         return answer if inputs.output_final_state else (answer[0], None)
@@ -384,27 +385,3 @@ _run_eagerly._torchdynamo_disable_msg = "a kernel that does not declare compile_
 # What torch.compiler.assume_constant_result sets, without importing the compiler: versions and imports are no part of a graph.
 GatedDeltaKernel._asked_machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 GatedDeltaKernel._asked_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: object, form: Form) -> None:
-    """A kernel author's mistake, caught where it was made."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:  # a tensor of two rows would unpack
-        got = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
-        raise TypeError(f"{kernel!r} needs to return a pair (o, final_state or None) from _{form}, got {got}")
-    o, final = answer
-    _check_returned(kernel, form, "o", o, inputs.v.shape, inputs.q.dtype)
-    if inputs.output_final_state:
-        K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
-        _check_returned(kernel, form, "final_state", final, (inputs.N, inputs.HV, K, V), inputs.g.dtype)
-    if inputs.state_in_place and final is not inputs.initial_state:
-        raise TypeError(
-            f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another tensor"
-        )
-
-
-def _check_returned(
-    kernel: GatedDeltaKernel, form: Form, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-        got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-        raise TypeError(f"{kernel!r} needs to return {name} as {list(shape)} {dtype} from _{form}, got {got}")

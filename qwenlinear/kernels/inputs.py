@@ -220,7 +220,8 @@ _LETTERS = {
 
 def _go_together(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> bool:
     """Whether `_check_tensors` would find nothing: the same conditions, all at once."""
-    for tensor in (q, k, v, g, beta):
+    tensors: tuple[object, ...] = (q, k, v, g, beta)
+    for tensor in tensors:
         if not isinstance(tensor, Tensor):
             return False
     if q.dim() != 4 or v.dim() != 4:
