@@ -1,4 +1,4 @@
-"""What a kernel hands back, held against what the call asked for: metadata alone."""
+"""What a kernel may return."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ def check_answer(kernel: GatedDeltaKernel, inputs: DeltaRuleInputs, answer: obje
     """Catch a kernel author's mistake where it was made.
 
     Args:
-        kernel: whose answer it is.
-        inputs: the call as the kernel got it.
-        answer: what its ``_chunk`` or ``_step`` returned.
-        form: which of the two.
+        kernel: who answered.
+        inputs: what it was given.
+        answer: what it returned.
+        form: ``"chunk"`` or ``"step"``.
 
     Raises:
-        TypeError: no pair, a wrong shape or dtype, another tensor than the state that was to be overwritten.
+        TypeError: no pair, or a tensor of another shape or dtype than asked for.
     """
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:  # a tensor of two rows would unpack
         got = f"{len(answer)} values" if isinstance(answer, (tuple, list)) else type(answer).__name__
         raise TypeError(f"{kernel!r} needs to return a pair (o, final_state or None) from _{form}, got {got}")
     o, final = answer
     _check_returned(kernel, form, "o", o, inputs.v.shape, inputs.q.dtype)
-    if inputs.output_final_state:
+    checked = final is not None and final is inputs.initial_state  # when it came
+    if inputs.output_final_state and not checked:
         K, V = (inputs.K, inputs.V) if kernel.capabilities.state_layout == "kv" else (inputs.V, inputs.K)
         _check_returned(kernel, form, "final_state", final, (inputs.N, inputs.HV, K, V), inputs.g.dtype)
     if inputs.state_in_place and final is not inputs.initial_state:
-        raise TypeError(f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another")
+        raise TypeError(
+            f"{kernel!r} declares state_in_place and needs to return initial_state itself, got another tensor"
+        )
 
 
 def _check_returned(
