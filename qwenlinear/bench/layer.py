@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from qwenlinear import usage
 from qwenlinear.bench import layer_gate, layer_report, ops
 from qwenlinear.bench.cases import Case
-from qwenlinear.bench.floor import FORMULAS, Sizes, copying, kernel_alone, products
+from qwenlinear.bench.floor import FORMULAS, Sizes, copying, given_to_the_kernel, kernel_alone, products
 from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours, contenders
 from qwenlinear.bench.layer_options import add_size_arguments, fill_defaults, setup_of
 from qwenlinear.bench.peak import peak_bytes
 from qwenlinear.bench.session import Session, say
 from qwenlinear.bench.timing import Call, Timing, interleave
+from qwenlinear.kernels import TorchKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.kernels.packing import PackedSequences
 
@@ -198,8 +199,10 @@ class Bench:
         names = list(calls)
         calls["floor: products"] = products(self.sizes, case.tokens, self.device, train)
         calls["floor: bytes"] = copying(self.sizes.glue(case.tokens, train), self.device)
+        x, packed = self._drawn(case)
+        given = given_to_the_kernel(self.setup.layer(TorchKernel()), x, packed)
         for name in self.args.kernels:
-            calls[f"floor: {name}"] = kernel_alone(kernel_from_name(name), case, self.device, self.setup.dtype, train)
+            calls[f"floor: {name}"] = kernel_alone(kernel_from_name(name), given, train)
         timings = self._interleaved(calls)
         floors = self._floors(timings)
         for one in self.contenders:
@@ -303,9 +306,7 @@ class Bench:
 
     def _calls(self, case: Case, train: bool, who: Sequence[LayerContender]) -> tuple[dict[str, Call], dict[str, str]]:
         """A call each, and why some have none."""
-        x, packed = layer_gate.draw(self.setup, case.tokens), case.packed
-        if packed is not None:
-            packed = PackedSequences.from_lengths(packed.lengths, device=self.device)
+        x, packed = self._drawn(case)
         x.requires_grad_(train)
         calls: dict[str, Call] = {}
         reasons: dict[str, str] = {}
@@ -318,6 +319,12 @@ class Bench:
             else:
                 reasons[one.name] = reason
         return calls, reasons
+
+    def _drawn(self, case: Case) -> tuple[Tensor, PackedSequences | None]:
+        """Hidden states, and the documents with their boundaries on the device."""
+        lengths = None if case.packed is None else case.packed.lengths
+        packed = None if lengths is None else PackedSequences.from_lengths(lengths, device=self.device)
+        return layer_gate.draw(self.setup, case.tokens), packed
 
     def _why_not(self, one: LayerContender, x: Tensor, packed: PackedSequences | None) -> str | None:
         if one.name in self.missing:

@@ -25,7 +25,7 @@ GROUPED = ("in_proj_qkvz", "in_proj_ba")
 FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Qwen3.5's modules; heads in order."""
 
-FEWEST_TOKENS = 2048
+FEWEST_TOKENS = 4096
 """Below this many tokens the products are so short that copying the weights costs more than one of them saves."""
 
 
