@@ -52,15 +52,12 @@ def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int,
         calls[f"{op} backward"] = _backward(forward, leaves)
     eager: dict[str, str] = {}
     for op, call in calls.items() if setup.device.type == "cuda" else ():
-        try:  # alone they end before the host has launched the next one
-            calls[op] = captured(call)
-        except RuntimeError as error:
-            eager[op] = f"not in a CUDA graph, so with the host's time: {error}"[:300]
+        calls[op], eager[op] = _captured(call)
     copies = {f"copy for {op}": copying(counted.bytes_of(op, case.tokens), setup.device) for op in list(calls)}
     timings = interleave({**calls, **copies}, setup.device, rounds, seconds)
     for op in calls:
         timing, copy, size = timings[op], timings[f"copy for {op}"], counted.bytes_of(op, case.tokens)
-        words = f"{form}, {eager[op]}" if op in eager else form
+        words = f"{form}, {eager[op]}" if eager.get(op) else form
         row: dict[str, Any] = {**case.as_row(), "op": op, "form": words, "bytes": size}
         if timing.seconds and copy.seconds:
             row |= {
@@ -73,6 +70,14 @@ def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int,
         else:
             row["error"] = timing.error or copy.error
         session.results["ops"].append(row)
+
+
+def _captured(call: Call) -> tuple[Call, str]:
+    """The call as a CUDA graph, because alone it ends before the host has launched the next one; or as it is, and why."""
+    try:
+        return captured(call), ""
+    except RuntimeError as error:
+        return call, f"not in a CUDA graph, so with the host's time: {error}"[:300]
 
 
 Forward = Callable[[], "list[Tensor]"]
