@@ -262,7 +262,7 @@ def measurements(name: str) -> str:
 
 
 def layer_runs(_: str) -> str:
-    """A section for each run of ``qwenlinear bench layer`` in docs/data, its pictures before its tables; nothing without one."""
+    """A section for each run of ``qwenlinear bench layer`` in docs/data, its pictures before its tables; without one, that."""
     pictures = {"floor": "Everybody beside the floor", "flat": "Time and memory a token over T"}
     return _runs("Training and prefill", "layer", pictures, layer_report.markdown)
 
@@ -287,7 +287,7 @@ def _runs(title: str, kind: str, pictures: dict[str, str], markdown: Callable[[d
             if (DOCS / "images" / f"{path.stem}-{name}.png").exists():
                 sections += [f"![{words}](images/{path.stem}-{name}.png)", ""]
         sections += [markdown(results), ""]
-    return "\n".join(sections).rstrip()
+    return "\n".join(sections).rstrip() or f"## {title}\n\nNo run of `qwenlinear bench {kind}` is kept here yet."
 
 
 def plots() -> None:

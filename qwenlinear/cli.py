@@ -21,6 +21,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "decode": ("qwenlinear.bench.decode", "one decoded token of a layer, eager and as a CUDA graph"),
     "model": ("qwenlinear.bench.model", "a whole Transformers model, as installed and injected"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),
+    "train": ("qwenlinear.bench.train", "data-parallel training of blocks: kernels by guards of collectives"),
 }
 
 

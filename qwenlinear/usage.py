@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def positive(word: str) -> float:
         number = 0.0
     if not number > 0:
         raise argparse.ArgumentTypeError(f"needs a number above 0, got {word!r}")
+    return number
+
+
+def fraction(word: str) -> float:
+    """A number above zero, a fraction such as ``"1/1024"`` too."""
+    try:
+        number = float(Fraction(word))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"needs a number above 0, or a fraction such as 1/1024, got {word!r}")
     return number
 
 

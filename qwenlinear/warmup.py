@@ -171,19 +171,24 @@ def _forward(layer: GatedDeltaNet, documents: int, length: int) -> Work:
 
 def _train(layer: GatedDeltaNet, documents: int, length: int) -> Work:
     def work() -> None:
-        x = _input(layer, 1, documents * length).requires_grad_()  # as behind another layer
-        y = layer(x, cu_seqlens=_boundaries(layer, documents, length))
-        y.backward(torch.ones_like(y))
+        _differentiate(layer, documents, length)
         layer.zero_grad(set_to_none=True)
 
     return work
+
+
+def _differentiate(layer: GatedDeltaNet, documents: int, length: int) -> None:
+    """Forward and backward, the hidden states' gradient too, as behind another layer."""
+    x = _input(layer, 1, documents * length).requires_grad_()
+    y = layer(x, cu_seqlens=_boundaries(layer, documents, length))
+    y.backward(torch.ones_like(y))
 
 
 def _decode(layer: GatedDeltaNet, rows: int) -> Work:
     @torch.no_grad()
     def work() -> None:
         cache = GatedDeltaNetCache()
-        layer(_input(layer, rows, 2), cache=cache)
+        layer(_input(layer, rows, 2 if layer.kernel.capabilities.chunk else 1), cache=cache)
         for _ in range(2):  # the second token goes on from what a step left
             layer(_input(layer, rows, 1), cache=cache)
 
@@ -268,8 +273,7 @@ def _first_step(args: argparse.Namespace, layer: GatedDeltaNet, begin: float) ->
             next(work for _, work in _works(args, layer))()
             return
         documents, length = shapes[0]
-        y = layer(_input(layer, 1, documents * length), cu_seqlens=_boundaries(layer, documents, length))
-        y.backward(torch.ones_like(y))
+        _differentiate(layer, documents, length)
         optimizer.step()
 
     first = _seconds(step, device)

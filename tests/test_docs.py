@@ -46,12 +46,13 @@ def test_links_between_pages_lead_somewhere(page) -> None:
         assert (page.parent / target).exists(), target
 
 
-def test_runs_of_the_layer_benchmarks_appear_with_their_data_alone(tmp_path, monkeypatch) -> None:
+def test_runs_of_the_layer_benchmarks_appear_with_their_data(tmp_path, monkeypatch) -> None:
     import json
 
     generator = _generator()
     monkeypatch.setattr(generator, "DOCS", tmp_path)
-    assert generator.layer_runs("") == generator.decode_runs("") == ""
+    assert generator.layer_runs("") == "## Training and prefill\n\nNo run of `qwenlinear bench layer` is kept here yet."
+    assert generator.decode_runs("") == "## Decoding\n\nNo run of `qwenlinear bench decode` is kept here yet."
     machine = {"device": "H200", "hardware": "cuda", "torch": "2.11", "packages": {}, "driver": None, "date": "today"}
     size = {"hidden": 2048, "heads": "16/32", "head_dim": 128}
     common = {"machine": machine, "command": "qwenlinear bench x", "dtype": "bfloat16", "size": size, "errors": {}}

@@ -16,6 +16,7 @@ import importlib.util
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ from unittest import mock
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwenlinear.kernels import FLAKernel, FlashQLAKernel, TritonKernel, base
+from qwenlinear.kernels import FLAKernel, FlashQLAKernel, KernelCapabilities, TritonKernel, base
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -154,3 +155,8 @@ def test_the_kernel_of_the_guide_is_short() -> None:
     code = blocks(ROOT / "docs/writing-a-kernel.md")
     first = code[0].code.split("class MyKernel")[1]
     assert len(first.strip().splitlines()) < 20
+
+
+def test_everything_that_a_kernel_can_declare_is_explained() -> None:
+    page = (ROOT / "docs/writing-a-kernel.md").read_text()
+    assert [field.name for field in fields(KernelCapabilities) if not re.search(rf"`{field.name}\b", page)] == []

@@ -24,11 +24,20 @@ def hooks() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("package", ["", ".kernels", ".layers", ".distributed", ".testing", ".hf"])
+@pytest.mark.parametrize("package", ["", ".kernels", ".layers", ".ops", ".distributed", ".testing", ".hf"])
 def test_public_names_have_a_reference(package: str) -> None:
     pages = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (qwenlinear[\w.]+)$", pages, re.M)}
     assert set(importlib.import_module(f"qwenlinear{package}").__all__) <= documented
+
+
+def test_a_reference_is_no_module_that_has_the_name_of_what_is_in_it() -> None:
+    """``qwenlinear.ops.prologue`` is the module to mkdocstrings and the function to everybody else."""
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (qwenlinear[\w.]+)$", page.read_text(), re.M):
+            where = importlib.import_module(name.rpartition(".")[0])
+            is_module = hasattr(where, "__path__") and importlib.util.find_spec(name) is not None
+            assert not is_module, name
 
 
 def test_examples_are_on_their_page() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
-from qwenlinear import cli
+from qwenlinear import GatedDeltaKernel, TorchKernel, cli
 from qwenlinear.caches import Cache, caches, shipping
 
 SIZES = ["--heads", "1/2", "--hidden", "16", "--head-dim", "8", "--device", "cpu", "--dtype", "float32"]
@@ -27,6 +28,22 @@ def test_every_shape_runs_and_says_that_a_cpu_compiles_nothing(capsys, monkeypat
     assert dict(os.environ) == before
 
 
+class StepOnly(GatedDeltaKernel):
+    """A kernel for decoding alone."""
+
+    capabilities = replace(TorchKernel.capabilities, chunk=False, backward=False)
+    tolerances = TorchKernel.tolerances
+
+    def _step(self, inputs):
+        return TorchKernel()._step(inputs)
+
+
+def test_a_kernel_without_a_chunked_form_warms_up_decoding(capsys) -> None:
+    words = ["--decode", "1", "3", "--qwen-gdn-backend", f"{__name__}:StepOnly"]
+    assert cli.main(["warmup", *SIZES, *words]) == 0
+    assert "decode 3" in capsys.readouterr().out
+
+
 def test_what_is_missing_is_said_before_anything_runs(capsys, tmp_path) -> None:
     assert cli.main(["warmup", *SIZES, "--tokens", "8", "--qwen-gdn-backend", "fla"]) == 2
     assert "[device]" in capsys.readouterr().err
@@ -34,10 +51,21 @@ def test_what_is_missing_is_said_before_anything_runs(capsys, tmp_path) -> None:
     assert "needs a shape" in capsys.readouterr().err
     assert cli.main(["warmup", "--config", str(tmp_path / "none"), "--tokens", "8", "--device", "cpu"]) == 2
     assert "config.json" in capsys.readouterr().err
-    assert cli.main(["warmup", *SIZES[:-1], "int8", "--tokens", "8"]) == 2
-    assert "floating dtype" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["warmup", "--tokens", "8"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([*SIZES[:-1], "int8", "--tokens", "8"], "--dtype: needs the name of a floating torch dtype, got 'int8'"),
+        ([*SIZES, "--tokens", "8", "--verify", "0"], "--verify: needs a number above 0, got '0'"),
+        (["--tokens", "8"], "one of the arguments --config --heads is required"),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error(capsys, words, told) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["warmup", *words])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -53,9 +81,11 @@ def test_the_layer_is_the_models(capsys, tmp_path, family, layer) -> None:
 
 
 def test_a_new_process_measures_its_first_step(capsys) -> None:
-    assert cli.main(["warmup", *SIZES, "--tokens", "8", "--train", "--verify", "0"]) == 1  # nothing takes no time
+    assert cli.main(["warmup", *SIZES, "--tokens", "8", "--train", "--verify", "1e-9"]) == 1  # nothing is that fast
     out = capsys.readouterr().out
-    found = re.search(r"A new process: first training step ([\d.]+) s \(the second ([\d.]+) ms\).*more than 0 s", out)
+    found = re.search(
+        r"A new process: first training step ([\d.]+) s \(the second ([\d.]+) ms\).*more than 1e-09 s", out
+    )
     assert found is not None
     assert float(found[2]) > 0
 

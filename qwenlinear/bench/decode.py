@@ -19,7 +19,7 @@ from qwenlinear import usage
 from qwenlinear.bench import decode_report, layer_gate
 from qwenlinear.bench.decode_contenders import KINDS, Decoder, decoders
 from qwenlinear.bench.floor import Sizes, copying
-from qwenlinear.bench.layer import add_size_arguments, fill_defaults, setup_of
+from qwenlinear.bench.layer_options import add_size_arguments, fill_defaults, setup_of
 from qwenlinear.bench.session import Session, say
 from qwenlinear.bench.timing import Call, Timing, captured, interleave
 

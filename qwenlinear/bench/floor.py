@@ -4,7 +4,7 @@ The floor of a call is the sum of three times that are measured in the same roun
 
 - products: the input product ``[T, hidden] @ [hidden, P]`` and the output product ``[T, HV V] @ [HV V, hidden]``, and with
   backward the input and the weight gradient of both, as six plain products;
-- the kernel alone, on contiguous q, k, v, g, beta with q and k normalised before;
+- the kernel alone, on what the layer hands it: contiguous q, k, v, g, beta with q and k normalised before;
 - the bytes that prologue and epilogue must move, over the bandwidth of a copy: a copy that reads and writes as many.
 
 A token's bytes, with e bytes an activation, C = 2 H K + HV V, g in float32, weights left out (they are below a thousandth):
@@ -24,11 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwenlinear.bench.cases import Case, Inputs, sample
+from qwenlinear.bench.cases import Inputs
 from qwenlinear.bench.timing import Call
-from qwenlinear.kernels.base import GatedDeltaKernel
-from qwenlinear.kernels.lowering import l2norm
-from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.kernels import (
+    DeltaRuleInputs,
+    GatedDeltaKernel,
+    KernelCapabilities,
+    PackedSequences,
+    TorchKernel,
+)
+from qwenlinear.kernels.lowering import Answer
+from qwenlinear.layers import GatedDeltaNetConfig, Qwen3_5GatedDeltaNet
 
 FORMULAS = {
     "prologue forward": "(2 C + 3 HV) e + 4 HV",
@@ -140,21 +146,52 @@ def products(sizes: Sizes, tokens: int, device: torch.device, train: bool, seed:
     return call
 
 
-def kernel_alone(kernel: GatedDeltaKernel, case: Case, device: torch.device, dtype: torch.dtype, train: bool) -> Call:
-    """A kernel by itself: contiguous tensors, q and k normalised before, the native head groups.
+class _Records(GatedDeltaKernel):
+    """Takes whatever a layer hands it, contiguous and normalised, and keeps it."""
+
+    capabilities = KernelCapabilities(
+        dtypes=frozenset(TorchKernel.tolerances), devices=None, chunk=True, packed=True, value_head_groups=True
+    )
+    tolerances = TorchKernel.tolerances
+    given: DeltaRuleInputs
+
+    def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
+        self.given = inputs
+        return torch.zeros_like(inputs.v), None
+
+
+@torch.no_grad()
+def given_to_the_kernel(layer: Qwen3_5GatedDeltaNet, x: Tensor, packed: PackedSequences | None) -> Inputs:
+    """What a layer hands its kernel: kernels look at the decays before they cut a sequence, so others cost other times.
+
+    Args:
+        layer: with any kernel, which is left in place.
+        x: ``[B, T, hidden_size]``.
+        packed: its documents, or None.
+
+    Returns:
+        The tensors, contiguous, q and k normalised.
+    """
+    kernel, layer.kernel = layer.kernel, _Records()
+    try:
+        layer(x, cu_seqlens=packed)
+        given = layer.kernel.given
+    finally:
+        layer.kernel = kernel
+    return Inputs(given.q, given.k, given.v, given.g, given.beta, packed)
+
+
+def kernel_alone(kernel: GatedDeltaKernel, inputs: Inputs, train: bool) -> Call:
+    """A kernel by itself, with the native head groups.
 
     Args:
         kernel: any.
-        case: the shape.
-        device: where.
-        dtype: of the activations.
+        inputs: contiguous, q and k normalised.
         train: whether to run backward, too.
 
     Returns:
         The call.
     """
-    q, k, v, g, beta = sample(case, device, dtype).tensors
-    inputs = Inputs(l2norm(q), l2norm(k), v, g, beta, case.packed)
     if not train:
 
         @torch.no_grad()
@@ -162,7 +199,7 @@ def kernel_alone(kernel: GatedDeltaKernel, case: Case, device: torch.device, dty
             return kernel(*inputs.tensors, cu_seqlens=inputs.packed)
 
         return forward
-    leaves, do = inputs.leaves(), torch.randn_like(v)
+    leaves, do = inputs.leaves(), torch.randn_like(inputs.v)
 
     def both() -> object:
         o, _ = kernel(*leaves.tensors, cu_seqlens=leaves.packed)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 
 from qwenlinear import usage
 
+from . import ranks
 from .guard_report import markdown, plot
 
 COLLECTIVES = (
@@ -32,10 +32,12 @@ COLLECTIVES = (
     "reduce",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
     "gather",
     "scatter",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -55,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=usage.whole(1), default=None, help="ranks; default: 2 for gloo, every GPU for nccl"
     )
-    parser.add_argument("--mib", type=usage.positive, default=1.0, help="data of each rank in MiB (default 1)")
+    parser.add_argument(
+        "--mib",
+        type=usage.fraction,
+        nargs="+",
+        default=[1.0],
+        help="data of each rank in MiB, such as 1/1024 1 64 (default 1)",
+    )
     live = "live tensors (default 0 500 4000)"
     parser.add_argument("--live", type=usage.whole(0), nargs="+", default=[0, 500, 4000], help=live)
     parser.add_argument("--rounds", type=usage.whole(1), default=16, help="rounds of interleaved batches (default 16)")
@@ -100,7 +108,7 @@ class _Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.deadline = time.monotonic() + args.limit
+        self.deadline: float = time.monotonic() + args.limit
         self.size = args.world_size or (2 if args.backend == "gloo" else max(1, torch.cuda.device_count()))
         self.results: dict[str, Any] = {
             "command": "qwenlinear bench guard " + " ".join(_spell(args)),
@@ -114,20 +122,23 @@ class _Bench:
             "errors": {},
         }
 
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
     def steps(self) -> list[tuple[str, Any]]:
         if self.args.backend == "gloo":
-            return [("latency", lambda: self.measure(["latency"], expandable=False))]
+            return [("latency", lambda: self.measure(["latency"], expandable=False, share=1.0))]
+        # Each has a share of what is left, so that none uses up the time of the others.
         return [
             ("out of memory", self.out_of_memory),
-            ("fixed segments", lambda: self.measure(["latency", "driver"], expandable=False)),
-            ("expandable segments", lambda: self.measure(["latency"], expandable=True)),
+            ("fixed segments", lambda: self.measure(["latency", "driver"], expandable=False, share=0.55)),
+            ("expandable segments", lambda: self.measure(["latency"], expandable=True, share=1.0)),
         ]
 
-    def measure(self, parts: list[str], *, expandable: bool) -> None:
+    def measure(self, parts: list[str], *, expandable: bool, share: float) -> None:
         settings = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
-        nccl = self.args.backend == "nccl"
-        # One of several steps must not use up the time of the others.
-        answers = self.launch(self.size, parts, settings if nccl else {}, 50.0 if nccl else self.args.limit)
+        answers = self.launch(self.size, parts, settings if self.args.backend == "nccl" else {}, share * self.left)
         first = answers[0]
         self.results["torch"] = first.get("torch", self.results["torch"])
         self.results["machine"] = first.get("device", self.results["machine"])
@@ -139,80 +150,55 @@ class _Bench:
                 self.results["errors"][f"{part}, expandable={expandable}, rank {rank}"] = text
 
     def out_of_memory(self) -> None:
-        """The first collective bare and guarded, each in a fresh process; stop when it fails bare."""
+        """The first collective bare and guarded on every rank, in fresh processes; stop when it fails bare."""
         for environment in OOM_ENVIRONMENTS:
-            outcomes = []
+            failed = False
             for guarded in (False, True):
-                (answer,) = self.launch(1, ["oom"], environment, guarded=guarded, environment=environment, limit=40.0)
-                outcomes.append(answer["results"].get("oom", {"guarded": guarded, "outcome": "no result"}))
-                for part, text in answer["errors"].items():
-                    self.results["errors"][f"{part}, guarded={guarded}, {environment}"] = text
-            self.results["oom"] += outcomes
+                rows, errors = self.exhausted(environment, guarded)
+                self.results["oom"] += rows
+                self.results["errors"].update(errors)
+                failed |= not guarded and any(not row["outcome"].startswith("works") for row in rows)
             self.write()
-            if not outcomes[0]["outcome"].startswith("works"):
+            if failed:
                 return
+
+    def exhausted(self, environment: dict[str, str], guarded: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """A row per rank, and what kept one from telling.
+
+        Bare, the first rank to fail ends, and the others may wait for it until they are killed: that is the outcome and no error.
+        """
+        limit = min(40.0, 0.2 * self.args.limit)
+        answers = self.launch(self.size, ["oom"], environment, limit, guarded=guarded, environment=environment)
+        told = [answer["results"].get("oom") for answer in answers]
+        expected = not guarded and any(row is not None and not row["outcome"].startswith("works") for row in told)
+        rows, errors = [], {}
+        for rank, (answer, row) in enumerate(zip(answers, told, strict=True)):
+            waited = "no result: " + answer["errors"].get("limit", "it ended without one")
+            rows.append({"rank": rank, **(row or {"guarded": guarded, "environment": environment, "outcome": waited})})
+            if not expected:
+                for part, text in answer["errors"].items():
+                    errors[f"{part}, guarded={guarded}, {environment}, rank {rank}"] = text
+        return rows, errors
 
     def launch(
         self, size: int, parts: list[str], settings: dict[str, str], limit: float, **more: Any
     ) -> list[dict[str, Any]]:
         """Run the worker on every rank and collect what each wrote."""
-        limit = min(limit, self.deadline - time.monotonic())
+        limit = min(limit, self.left)
         if limit < 5.0:
             raise TimeoutError(f"not started: --limit {self.args.limit:g} s is used up")
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        processes = []
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(size):
-                config = {
-                    "rank": rank,
-                    "world_size": size,
-                    "backend": self.args.backend,
-                    "parts": parts,
-                    "store": f"{folder}/store",
-                    "out": f"{folder}/{rank}.json",
-                    "bytes": int(self.args.mib * 2**20),
-                    "live": self.args.live,
-                    "rounds": self.args.rounds,
-                    "repeats": self.args.repeats,
-                    "only": self.args.only,
-                    **more,
-                }
-                Path(f"{folder}/{rank}.config.json").write_text(json.dumps(config))
-                processes.append(
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-W",
-                            "ignore",
-                            "-m",
-                            __package__ + ".guard_worker",
-                            f"{folder}/{rank}.config.json",
-                        ],
-                        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings},
-                    )
-                )
-            try:
-                end = time.monotonic() + limit
-                for process in processes:
-                    process.wait(max(0.1, end - time.monotonic()))
-                late = ""
-            except subprocess.TimeoutExpired:
-                late = f"killed after {limit:.0f} s"
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-            answers = []
-            for rank in range(size):
-                out = Path(f"{folder}/{rank}.json")
-                answer = (
-                    json.loads(out.read_text()) if out.exists() else {"results": {}, "errors": {"start": "no output"}}
-                )
-                if late:
-                    answer["errors"]["limit"] = late
-                answers.append(answer)
-        return answers
+        config = {
+            "backend": self.args.backend,
+            "parts": parts,
+            "bytes": [int(mib * 2**20) for mib in self.args.mib],
+            "live": self.args.live,
+            "rounds": self.args.rounds,
+            "repeats": self.args.repeats,
+            "only": self.args.only,
+            "seconds": 0.8 * limit,  # then the rest is named as not measured, well before the kill
+            **more,
+        }
+        return ranks.launch(f"{__package__}.guard_worker", size, config, settings, limit)
 
     def write(self) -> None:
         """Write everything that is known by now."""
@@ -227,8 +213,13 @@ class _Bench:
 
 
 def _spell(args: argparse.Namespace) -> list[str]:
-    words = ["--backend", args.backend, "--mib", f"{args.mib:g}", "--live", *map(str, args.live)]
+    words = ["--backend", args.backend, "--mib", *map(_mib, args.mib), "--live", *map(str, args.live)]
     words += ["--rounds", str(args.rounds), "--repeats", str(args.repeats), "--out", str(args.out)]
     if args.world_size:
         words += ["--world-size", str(args.world_size)]
     return words + (["--only", *args.only] if args.only else [])
+
+
+def _mib(number: float) -> str:
+    text = f"{number:g}"
+    return text if float(text) == number else str(Fraction(number).limit_denominator(2**20))

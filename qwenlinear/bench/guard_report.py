@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def markdown(results: dict[str, Any]) -> str:
     if results["backend"] == "gloo":
         text = "On a CPU the guard is idle; its forced check has a probe that reads the host's free memory."
         lines += ["", text]
+    measured = [r for r in results["latency"] if "bare" in r]
+    if measured:
+        text = "Medians over all collectives, and of which collective the ratio is worst; per call below."
+        lines += ["", "## In short", "", text, "", *_summary(measured)]
     for expandable in (False, True):
         rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
         if rows:
@@ -69,6 +74,7 @@ def markdown(results: dict[str, Any]) -> str:
 def _latency(rows: list[Row]) -> list[str]:
     head = [
         "collective",
+        "data",
         "live tensors",
         "bare",
         "guarded",
@@ -80,22 +86,43 @@ def _latency(rows: list[Row]) -> list[str]:
     ]
     body = []
     for r in rows:
+        who = [r["collective"], _data(r["bytes"]), r["live"]]
         if "error" in r:
-            body.append([r["collective"], r["live"], r["error"], "", "", "", "", "", ""])
+            body.append([*who, r["error"], "", "", "", "", "", ""])
         else:
-            cells = [r["bare"], r["guarded"], r["guarded_added"]]
-            tail = [r["forced_added"], r["baseline_added"]]
             body.append(
-                [r["collective"], r["live"], *(f"{v:.1f}" for v in cells)]
+                [*who, *(f"{r[key]:.1f}" for key in ("bare", "guarded", "guarded_added"))]
                 + [f"{r[key]:.3f}" for key in ("guarded_ratio", "control_ratio")]
-                + [f"{v:.1f}" for v in tail]
+                + [f"{r[key]:.1f}" for key in ("forced_added", "baseline_added")]
             )
     return _table(head, body)
+
+
+def _summary(rows: list[Row]) -> list[str]:
+    """The middle and the worst of all collectives, by size and number of live tensors."""
+    head = ["data", "live tensors", "segments", "guarded to bare", "worst", "bare to bare", "probe everything to bare"]
+    body = []
+    for data, live, expandable in sorted({(r["bytes"], r["live"], r["expandable"]) for r in rows}):
+        group = [r for r in rows if (r["bytes"], r["live"], r["expandable"]) == (data, live, expandable)]
+        worst = max(group, key=lambda r: float(r["guarded_ratio"]))
+        ratios = {side: [r[f"{side}_ratio"] for r in group] for side in ("guarded", "control", "baseline")}
+        middle = {side: f"{statistics.median(values):.3f}" for side, values in ratios.items()}
+        who = [_data(data), live, "expandable" if expandable else "fixed"]
+        last = f"{middle['baseline']} ({min(ratios['baseline']):.1f} to {max(ratios['baseline']):.1f})"
+        worst_text = f"{worst['guarded_ratio']:.3f} ({worst['collective']})"
+        body.append([*who, middle["guarded"], worst_text, middle["control"], last])
+    return _table(head, body)
+
+
+def _data(count: int) -> str:
+    unit, size = ("MiB", 2**20) if count >= 2**20 else ("KiB", 2**10) if count >= 2**10 else ("bytes", 1)
+    return f"{count / size:g} {unit}"
 
 
 def _oom(rows: list[Row]) -> list[str]:
     head = [
         "side",
+        "rank",
         "environment",
         "driver free before MiB",
         "cached before",
@@ -109,7 +136,7 @@ def _oom(rows: list[Row]) -> list[str]:
         figures = [m.get(k, "") for m in (before, after) for k in ("driver_free_MiB", "reserved_MiB")]
         environment = " ".join(f"{k}={v}" for k, v in r.get("environment", {}).items()) or "NCCL's defaults"
         outcome = r["outcome"].splitlines()[0][:160].replace("|", "/")
-        body.append(["guarded" if r["guarded"] else "bare", environment, *figures, outcome])
+        body.append(["guarded" if r["guarded"] else "bare", r["rank"], environment, *figures, outcome])
     return _table(head, body)
 
 
@@ -136,7 +163,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     if not rows:
         return
     most = max(r["live"] for r in rows)
-    rows = [r for r in rows if r["live"] == most and r["expandable"] is rows[0]["expandable"]]
+    data = min((r["bytes"] for r in rows), key=lambda count: abs(count - 2**20))
+    kind = (most, data, rows[0]["expandable"])
+    rows = [r for r in rows if (r["live"], r["bytes"], r["expandable"]) == kind]
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     sides = {
         "bare": "bare",
@@ -149,7 +178,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(f"{_setting(results)}, {most} live tensors, {results['machine']}")
+    axes.set_title(f"{_setting(results)}, {_data(data)}, {most} live tensors, {results['machine']}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,27 +1,20 @@
-"""One rank of ``qwenlinear bench guard``: run as ``python -m qwenlinear.bench.guard_worker CONFIG.json``.
-
-It is a process of its own, because the allocator's settings, NCCL's and an exhausted device can't be undone
-in one.
-"""
+"""One rank of ``qwenlinear bench guard``: run as ``python -m qwenlinear.bench.guard_worker CONFIG.json``."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from qwenlinear.bench import ranks
 from qwenlinear.distributed import Collective, CommMemoryPolicy, GuardedProcessGroup
 
 Call = Callable[[Any], object]
@@ -68,22 +61,27 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
     gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def coalesced(group: Any) -> None:
-        with dist.distributed_c10d._coalescing_manager(group=group):
-            for out in outs[:1] * 2:
-                dist.all_reduce(out, group=group)
+    def coalesced(call: Call) -> Call:
+        def twice(group: Any) -> None:
+            with dist.distributed_c10d._coalescing_manager(group=group):
+                call(group)
+                call(group)
+
+        return twice
 
     calls: dict[str, Call] = {
         "all_reduce": lambda g: dist.all_reduce(x, group=g),
-        "all_reduce_coalesced": coalesced,
+        "all_reduce_coalesced": coalesced(lambda g: dist.all_reduce(outs[0], group=g)),
         "broadcast": lambda g: dist.broadcast(x, src=0, group=g),
         "reduce": lambda g: dist.reduce(x, dst=0, group=g),
         "all_gather": lambda g: dist.all_gather(outs, part, group=g),
         "all_gather_into_tensor": lambda g: gather_single(whole, part, group=g),
+        "all_gather_into_tensor_coalesced": coalesced(lambda g: gather_single(whole, part, group=g)),
         "gather": lambda g: dist.gather(part, outs if first else None, dst=0, group=g),
         "scatter": lambda g: dist.scatter(part, parts if first else None, src=0, group=g),
         "reduce_scatter": lambda g: dist.reduce_scatter(part, parts, group=g),
         "reduce_scatter_tensor": lambda g: scatter_single(part, whole, group=g),
+        "reduce_scatter_tensor_coalesced": coalesced(lambda g: scatter_single(part, whole, group=g)),
         "all_to_all": lambda g: dist.all_to_all(outs, parts, group=g),
         "all_to_all_single": lambda g: dist.all_to_all_single(whole, other, group=g),
         "barrier": lambda g: dist.barrier(group=g),
@@ -96,24 +94,18 @@ def collectives(size: int, device: torch.device, count: int) -> dict[str, Call]:
                 dist.P2POp(dist.irecv, outs[0], of, group=group),
                 dist.P2POp(dist.isend, part, to, group=group),
             ]
-            for work in dist.batch_isend_irecv(ops):
+            if device.type != "cuda":
+                works = dist.batch_isend_irecv(ops)
+            else:  # what batch_isend_irecv does, which groups for guards from PyTorch 2.14 only: one by one it would hang
+                with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as manager:
+                    for one in ops:
+                        one.op(one.tensor, one.peer, group=group)
+                works = manager.works
+            for work in works:
                 work.wait()
 
         calls["send"] = exchange
     return calls
-
-
-def _all_agree(ok: bool) -> bool:
-    flag = torch.tensor([0.0 if ok else 1.0])
-    if dist.get_backend() == "nccl":
-        flag = flag.cuda()
-    dist.all_reduce(flag)
-    return flag.item() == 0.0
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
@@ -125,7 +117,7 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
         device: of the tensors.
 
     Returns:
-        A row per collective and number of live tensors; times in microseconds, the fastest batch of each
+        A row per collective, size and number of live tensors; times in microseconds, the median batch of each
         side.
     """
     size = dist.get_world_size()
@@ -139,18 +131,19 @@ def latency(config: dict[str, Any], device: torch.device) -> list[dict[str, Any]
         "baseline": inner,
         "control": inner,
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     live: list[torch.Tensor] = []
+    end = time.monotonic() + config["seconds"]
     for wanted in config["live"]:
         sizes = [2**18, 2**19, 2**20, 2**21] if device.type == "cuda" else [2**14]
         while len(live) < wanted:
             live.append(torch.empty(sizes[len(live) % len(sizes)], dtype=torch.uint8, device=device))
-        calls = collectives(size, device, config["bytes"] // 4)
-        for name, call in calls.items():
-            if config["only"] and name not in config["only"]:
-                continue
-            row = _one(name, call, groups, device, config)
-            rows.append({"collective": name, "live": wanted, "bytes": config["bytes"], **row})
+        for data in config["bytes"]:
+            for name, call in collectives(size, device, max(1, data // 4)).items():
+                if not config["only"] or name in config["only"]:
+                    in_time = ranks.agree(time.monotonic() < end, device)
+                    row = _one(name, call, groups, device, config) if in_time else {"error": "not measured: --limit"}
+                    rows.append({"collective": name, "live": wanted, "bytes": data, **row})
     rows.append({"collective": "counters", "table": groups["guarded"].describe().splitlines()})
     return rows
 
@@ -166,10 +159,10 @@ def _one(name: str, call: Call, groups: dict[str, Any], device: torch.device, co
         for variant in groups:
             for _ in range(3):
                 once(variant)
-        _finish(device)
+        ranks.finish(device)
     except Exception as caught:  # this backend lacks the collective
         error = f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
-    if not _all_agree(not error):
+    if not ranks.agree(not error, device):
         return {"error": error or "another rank failed"}
     result: dict[str, Any] = {}
     for sides in SETS:
@@ -192,11 +185,11 @@ def _interleave(
         shuffle(order)  # alike on all ranks; no side always follows the same other one
         for side in order:
             repeats = max(1, config["repeats"] // 4) if side == "baseline" else config["repeats"]
-            _finish(device)
+            ranks.finish(device)
             start = time.perf_counter()
             for _ in range(repeats):
                 once(side)
-            _finish(device)
+            ranks.finish(device)
             times[side].append((time.perf_counter() - start) / repeats * 1e6)
     return times
 
@@ -222,9 +215,9 @@ def driver_memory(config: dict[str, Any], device: torch.device) -> list[dict[str
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
 
-    size, rows = dist.get_world_size(), []
+    size, rows, data = dist.get_world_size(), [], max(config["bytes"])
     shared = dist.new_group(list(range(size)))
-    small, large = (collectives(size, device, config["bytes"] // 4 * factor) for factor in (1, 8))
+    small, large = (collectives(size, device, data // 4 * factor) for factor in (1, 8))
     for kind in ("fresh", "shared"):
         for name, call in small.items():
             group = dist.new_group(list(range(size))) if kind == "fresh" else shared
@@ -255,7 +248,7 @@ def out_of_memory(config: dict[str, Any], device: torch.device) -> dict[str, Any
     Returns:
         The driver's and the allocator's figures before and after, and what the collective did.
     """
-    x = torch.ones(config["bytes"] // 4, device=device)
+    x = torch.ones(2**18, device=device)
     group = GuardedProcessGroup.wrap() if config["guarded"] else None
     held: list[torch.Tensor] = []
     for block in (
@@ -298,33 +291,5 @@ PARTS: dict[str, Callable[[dict[str, Any], torch.device], Any]] = {
 }
 
 
-def main(path: str) -> int:
-    """Run the parts that a configuration names and write what they found, also when one of them fails."""
-    config = json.loads(Path(path).read_text())
-    rank, size = config["rank"], config["world_size"]
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if config["backend"] == "nccl" else torch.device("cpu")
-    results: dict[str, Any] = {"results": {}, "errors": {}, "torch": torch.__version__}
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            results["device"] = torch.cuda.get_device_name(device)
-        store = torch._C._distributed_c10d.FileStore(config["store"], size)
-        dist.init_process_group(
-            config["backend"], store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
-        )
-        for part in config["parts"]:
-            try:
-                results["results"][part] = PARTS[part](config, device)
-            except Exception:
-                results["errors"][part] = traceback.format_exc()
-            Path(config["out"]).write_text(json.dumps(results))
-    except Exception:
-        results["errors"]["setup"] = traceback.format_exc()
-    Path(config["out"]).write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)  # a device without memory, or a dead peer, may not be able to tear down
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ranks.serve(sys.argv[1], PARTS)

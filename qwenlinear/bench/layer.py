@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from qwenlinear import usage
 from qwenlinear.bench import layer_gate, layer_report, ops
 from qwenlinear.bench.cases import Case
-from qwenlinear.bench.floor import FORMULAS, Sizes, copying, kernel_alone, products
-from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours, Setup, contenders
+from qwenlinear.bench.floor import FORMULAS, Sizes, copying, given_to_the_kernel, kernel_alone, products
+from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours, contenders
+from qwenlinear.bench.layer_options import add_size_arguments, fill_defaults, setup_of
 from qwenlinear.bench.peak import peak_bytes
 from qwenlinear.bench.session import Session, say
 from qwenlinear.bench.timing import Call, Timing, interleave
+from qwenlinear.kernels import TorchKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.kernels.packing import PackedSequences
-from qwenlinear.layers.config import GatedDeltaNetConfig
 
 _DRAWS = 3  # of hidden states for the part gradients: one alone decides by luck who is a few per cent better
 PARTS = ("times", "memory", "gradients", "flat", "ops")
@@ -51,27 +52,6 @@ _GPU: dict[str, Any] = {
     "gradient_tokens": 2048,
     "flat_tokens": [8192, 16384, 32768, 65536, 131072],
 }
-
-
-def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what ``bench layer`` and ``bench decode`` share to a parser: place, dtype, sizes, rounds, limit, folder."""
-    parser.add_argument("--device", type=usage.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--dtype", type=usage.dtype(), help="of weights and activations; default: float32 on a CPU, bfloat16 on a GPU"
-    )
-    parser.add_argument("--hidden", type=usage.whole(1), help="hidden size; default: 256 (CPU), 2048 (GPU)")
-    parser.add_argument("--heads", type=usage.heads, metavar="H/HV", help="default: 2/4 (CPU), 16/32 (GPU)")
-    parser.add_argument("--head-dim", type=usage.whole(1), help="K = V; default: 64 (CPU), 128 (GPU)")
-    parser.add_argument(
-        "--rounds", type=usage.whole(1), default=9, help="rounds of turns (default 9; at least 3 are kept)"
-    )
-    parser.add_argument(
-        "--case-seconds", type=usage.positive, default=12.0, help="time for the rounds of one table row (default 12)"
-    )
-    parser.add_argument("--limit", type=usage.positive, default=1e9, help="seconds after which no further row is begun")
-    parser.add_argument(
-        "--render", type=usage.file, metavar="JSON", help="measure nothing: lay out these results again"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,21 +112,6 @@ def _wrong(row: dict[str, Any], kind: str) -> bool:
     """A figure beyond its limit or a traceback; a reason not to run is neither."""
     entry = row[kind]
     return kind not in row["passed"] and (not isinstance(entry, str) or "Traceback" in entry)
-
-
-def fill_defaults(args: argparse.Namespace, cpu: dict[str, Any], gpu: dict[str, Any]) -> None:
-    """Give the options that were left out the values of the device."""
-    for name, value in (gpu if torch.device(args.device).type == "cuda" else cpu).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-def setup_of(args: argparse.Namespace) -> Setup:
-    """The layer that the options describe, with its weights."""
-    H, HV = args.heads
-    sizes = {"linear_num_key_heads": H, "linear_num_value_heads": HV, "linear_key_head_dim": args.head_dim}
-    config = GatedDeltaNetConfig(hidden_size=args.hidden, linear_value_head_dim=args.head_dim, **sizes)
-    return Setup.draw(config, torch.device(args.device), getattr(torch, args.dtype))
 
 
 class Bench:
@@ -234,8 +199,10 @@ class Bench:
         names = list(calls)
         calls["floor: products"] = products(self.sizes, case.tokens, self.device, train)
         calls["floor: bytes"] = copying(self.sizes.glue(case.tokens, train), self.device)
+        x, packed = self._drawn(case)
+        given = given_to_the_kernel(self.setup.layer(TorchKernel()), x, packed)
         for name in self.args.kernels:
-            calls[f"floor: {name}"] = kernel_alone(kernel_from_name(name), case, self.device, self.setup.dtype, train)
+            calls[f"floor: {name}"] = kernel_alone(kernel_from_name(name), given, train)
         timings = self._interleaved(calls)
         floors = self._floors(timings)
         for one in self.contenders:
@@ -339,9 +306,7 @@ class Bench:
 
     def _calls(self, case: Case, train: bool, who: Sequence[LayerContender]) -> tuple[dict[str, Call], dict[str, str]]:
         """A call each, and why some have none."""
-        x, packed = layer_gate.draw(self.setup, case.tokens), case.packed
-        if packed is not None:
-            packed = PackedSequences.from_lengths(packed.lengths, device=self.device)
+        x, packed = self._drawn(case)
         x.requires_grad_(train)
         calls: dict[str, Call] = {}
         reasons: dict[str, str] = {}
@@ -354,6 +319,12 @@ class Bench:
             else:
                 reasons[one.name] = reason
         return calls, reasons
+
+    def _drawn(self, case: Case) -> tuple[Tensor, PackedSequences | None]:
+        """Hidden states, and the documents with their boundaries on the device."""
+        lengths = None if case.packed is None else case.packed.lengths
+        packed = None if lengths is None else PackedSequences.from_lengths(lengths, device=self.device)
+        return layer_gate.draw(self.setup, case.tokens), packed
 
     def _why_not(self, one: LayerContender, x: Tensor, packed: PackedSequences | None) -> str | None:
         if one.name in self.missing:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qwenlinear.bench.layer_contenders import LayerContender, Named, Setup
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.kernels.torch_kernel import TorchKernel
+from qwenlinear.layers.projection import FEWEST_TOKENS
 from qwenlinear.testing.reference import token_by_token
 
 # Largest relative errors of the output and of gradients; loose enough for every contender's own roundings, far below what a wrong
@@ -23,7 +26,25 @@ LIMITS = {
     torch.float16: (4e-3, 8e-3),
 }
 _SUMMED = ("A_log", "dt_bias")
-DENSE, PACKED = 200, (1, 63, 64, 5, 67)
+DENSE = 200
+PACKED: tuple[int, ...] = (1, 63, 64, 5, 67)
+_SEGMENT = 64  # tokens whose states the plain form keeps at a time
+
+
+def lengths_on(device: torch.device) -> dict[str, tuple[int, ...]]:
+    """The documents of each kind of check: on a GPU as many tokens as a layer's fastest form begins at, since that is timed.
+
+    Args:
+        device: where.
+
+    Returns:
+        ``dense``, one sequence; ``packed``, several documents.
+    """
+    dense, packed = DENSE, PACKED
+    if device.type != "cpu":
+        dense = max(dense, FEWEST_TOKENS + 7)
+        packed += (_SEGMENT,) * -(-(FEWEST_TOKENS - sum(packed)) // _SEGMENT)
+    return {"dense": (dense,), "packed": packed}
 
 
 def check(one: LayerContender, layer: nn.Module, setup: Setup, known: dict[str, Named] | None = None) -> dict[str, Any]:
@@ -43,7 +64,7 @@ def check(one: LayerContender, layer: nn.Module, setup: Setup, known: dict[str, 
     row: dict[str, Any] = {"contender": one.name, "heads": f"{c.linear_num_key_heads}/{c.linear_num_value_heads}"}
     row |= {"hidden": c.hidden_size, "passed": [], "worst": {}}
     known = {} if known is None else known
-    for kind, lengths in (("dense", (DENSE,)), ("packed", PACKED)):
+    for kind, lengths in lengths_on(setup.device).items():
         x = draw(setup, sum(lengths))
         packed = PackedSequences.from_lengths(lengths, device=setup.device) if kind == "packed" else None
         reason = one.why_not(layer, x.requires_grad_(), packed)
@@ -150,6 +171,17 @@ def plain_truth(setup: Setup, x: Tensor, lengths: tuple[int, ...]) -> Named:
     return {"output": y.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+def _recurrence(*tensors: Tensor) -> Tensor:
+    """Token by token; a segment's states are computed again for its gradient, as all of them would fill a GPU."""
+    outputs: list[Tensor] = []
+    state: Tensor | None = None
+    for segment in zip(*(x.split(_SEGMENT, 1) for x in tensors), strict=True):
+        run = partial(token_by_token, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        o, state = checkpoint(run, *segment, use_reentrant=False)
+        outputs.append(o)
+    return torch.cat(outputs, 1)
+
+
 def _plain(setup: Setup, w: Named, x: Tensor) -> Tensor:
     c = setup.config
     keys, values = c.linear_num_key_heads, c.linear_num_value_heads
@@ -159,6 +191,6 @@ def _plain(setup: Setup, w: Named, x: Tensor) -> Tensor:
     q, k, v = mixed.split([c.key_dim, c.key_dim, c.value_dim], -1)
     q, k, v = q.unflatten(-1, (keys, -1)), k.unflatten(-1, (keys, -1)), v.unflatten(-1, (values, -1))
     g = -w["A_log"].exp() * F.softplus(a + w["dt_bias"])
-    o = token_by_token(q, k, v, g, b.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+    o = _recurrence(q, k, v, g, b.sigmoid())
     normed = o / (o.square().mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * w["norm.weight"]
     return F.linear((normed * F.silu(z.unflatten(-1, (values, -1)))).flatten(2), w["out_proj.weight"])

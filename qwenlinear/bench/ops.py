@@ -13,7 +13,7 @@ from qwenlinear.bench.cases import Case
 from qwenlinear.bench.floor import Sizes, copying
 from qwenlinear.bench.layer_contenders import Setup
 from qwenlinear.bench.session import Session, say
-from qwenlinear.bench.timing import Call, interleave
+from qwenlinear.bench.timing import Call, captured, interleave
 from qwenlinear.kernels.packing import PackedSequences
 
 
@@ -50,11 +50,15 @@ def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int,
         forward, leaves = make(setup, case, getattr(package, op))
         calls[f"{op} forward"] = _without_gradients(forward)
         calls[f"{op} backward"] = _backward(forward, leaves)
+    eager: dict[str, str] = {}
+    for op, call in calls.items() if setup.device.type == "cuda" else ():
+        calls[op], eager[op] = _captured(call)
     copies = {f"copy for {op}": copying(counted.bytes_of(op, case.tokens), setup.device) for op in list(calls)}
     timings = interleave({**calls, **copies}, setup.device, rounds, seconds)
     for op in calls:
         timing, copy, size = timings[op], timings[f"copy for {op}"], counted.bytes_of(op, case.tokens)
-        row: dict[str, Any] = {**case.as_row(), "op": op, "form": form, "bytes": size}
+        words = f"{form}, {eager[op]}" if eager.get(op) else form
+        row: dict[str, Any] = {**case.as_row(), "op": op, "form": words, "bytes": size}
         if timing.seconds and copy.seconds:
             row |= {
                 "ms": timing.median * 1e3,
@@ -66,6 +70,14 @@ def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int,
         else:
             row["error"] = timing.error or copy.error
         session.results["ops"].append(row)
+
+
+def _captured(call: Call) -> tuple[Call, str]:
+    """The call as a CUDA graph, because alone it ends before the host has launched the next one; or as it is, and why."""
+    try:
+        return captured(call), ""
+    except RuntimeError as error:
+        return call, f"not in a CUDA graph, so with the host's time: {error}"[:300]
 
 
 Forward = Callable[[], "list[Tensor]"]
@@ -127,11 +139,19 @@ def _without_gradients(forward: Forward) -> Call:
 
 
 def _backward(forward: Forward, leaves: list[Tensor]) -> Call:
-    """Backward alone: the graph is made once and kept."""
-    outputs = forward()
-    generator = torch.Generator(outputs[0].device).manual_seed(6)
-    gradients = [torch.randn(o.shape, device=o.device, generator=generator).to(o.dtype) for o in outputs]
-    return lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+    """Backward alone: the graph is made once, in the first call and on its stream, and kept."""
+    made: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def call() -> object:
+        if not made:
+            outputs = forward()
+            generator = torch.Generator(outputs[0].device).manual_seed(6)
+            drawn = [torch.randn(o.shape, device=o.device, generator=generator).to(o.dtype) for o in outputs]
+            made.append((outputs, drawn))
+        outputs, gradients = made[0]
+        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+
+    return call
 
 
 def _draw(setup: Setup, T: int, width: int) -> Tensor:

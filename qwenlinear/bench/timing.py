@@ -130,9 +130,16 @@ def captured(call: Call) -> Call:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # where a backward pass runs whose forward pass ran in the first call
         call()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.__dict__["captured"] = (
+        call  # a graph does not own what it reads and writes: with the call, its tensors would go
+    )
+    return replay
 
 
 class _keep_error:

@@ -99,13 +99,16 @@ def _guarded(method: str, collective: Collective) -> Callable[..., Any]:
                 self._check(tally, collective, kind, device_of(args, kwargs, kind))
         try:
             work = target(*args, **kwargs)
-            if kind == "cuda" or self._watches:
-                options = kwargs.get("opts") if kwargs else args[-1] if args else None
-                if work is not None and getattr(options, "asyncOp", True):
-                    self._pending[kind].add(work, hold=not point_to_point)
-                elif kind == "cuda":  # synchronous: on the current stream, and without a work in newer PyTorch
+            if work is None:  # of a synchronous one on NCCL, from PyTorch 2.11 on: it is on the current stream
+                if kind == "cuda":
                     self._pending[kind].add_stream()
-                elif work is not None and self._probe_always:
+            elif kind == "cuda" or self._watches:
+                options = kwargs.get("opts") if kwargs else args[-1] if args else None
+                if getattr(options, "asyncOp", True):
+                    self._pending[kind].add(work, hold=not point_to_point)
+                elif kind == "cuda":
+                    self._pending[kind].add_stream()
+                elif self._probe_always:
                     # Its caller waits next, and finds it complete: a failure gets the probe's figures as its
                     # note by being waited for here. Without a probe a CPU has no figures.
                     work.wait()

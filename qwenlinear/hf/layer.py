@@ -18,10 +18,11 @@ from qwenlinear.hf.boundaries import documents_of_layer_call
 from qwenlinear.hf.states import last_columns, read_states, write_states
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.kernels.precision import autocast_enabled, without_autocast
+from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.layers.call import state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.explain import describe
-from qwenlinear.layers.mixing import MixingWeights, check_step, decode_in_place, prepare, recur
+from qwenlinear.layers.mixing import MixingWeights, check_step, decode_in_place, prepare, recur, why_norm_is_called
 from qwenlinear.layers.padding import real_tokens
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import project, project_token
@@ -157,13 +158,13 @@ def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: Packed
         return _decode(layer, injection, x, cache, past, recurrent_state)
     parts = project(layer, c, x)
     z, columns = parts.z, None if cache is None else parts.qkv
-    with without_autocast(x.device), _hooks_fired(layer.conv1d, layer.norm):
+    with without_autocast(x.device), _hooks_fired(layer.conv1d):
         given, _ = prepare(c, parts, _weights(layer), past, packed=packed)
         del parts  # nobody but a cache needs q, k and v as projected any more
         initial = None if recurrent_state is None else recurrent_state.to(state_dtype(given.q.dtype))
         decodes = cache is not None and x.shape[1] == 1
         o, final_state = recur(kernel, given, initial, cache is not None, packed, decodes)
-        o = epilogue(o, z, layer.norm.weight, c.rms_norm_eps)
+        o = _normed(layer, o, z, c.rms_norm_eps)
     output: Tensor = layer.out_proj(o.flatten(2))
     if cache is not None:
         assert final_state is not None
@@ -182,11 +183,10 @@ def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: 
         and (kernel.capabilities.compile_safe or not torch.compiler.is_compiling())
         and recurrent_state.dtype == state_dtype(layer.out_proj.weight.dtype)
         and recurrent_state.device == x.device
-        and (
-            torch.compiler.is_compiling()  # which cannot ask the next question
-            or recurrent_state.is_inference() <= torch.is_inference_mode_enabled()
-        )
+        and not recurrent_state.requires_grad
+        and why_not_writable("the cache's recurrent state", recurrent_state) is None
         and not autocast_enabled(x.device)
+        and why_norm_is_called(layer.norm) is None
         and why_not_plain(layer.out_proj, nn.Linear) is None
     )
 
@@ -196,7 +196,7 @@ def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tenso
     c, kernel = injection.config, injection.kernel
     token = project_token(layer, c, x)
     check_step(kernel, token, recurrent_state)
-    with _hooks_fired(layer.conv1d, layer.norm):
+    with _hooks_fired(layer.conv1d):
         state = past.to(token.q.dtype, copy=True, memory_format=torch.contiguous_format)
         o = decode_in_place(c, kernel, token, _weights(layer), state, recurrent_state)
         o = epilogue(o.view_as(token.z), token.z, layer.norm.weight, c.rms_norm_eps)
@@ -204,6 +204,14 @@ def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tenso
     newest = state[..., -1:].transpose(1, 2)
     write_states(cache, layer.layer_idx, newest, past, recurrent_state, c.linear_conv_kernel_dim)
     return output
+
+
+def _normed(layer: Any, o: Tensor, z: Tensor, eps: float) -> Tensor:
+    """The gated norm; a norm with hooks, or another one in its place, is called as Transformers calls it."""
+    if why_norm_is_called(layer.norm) is None:
+        return epilogue(o, z, layer.norm.weight, eps)
+    y: Tensor = layer.norm(*(x.reshape(-1, o.shape[-1]) for x in (o, z)))
+    return y.view(o.shape)
 
 
 def _weights(layer: Any) -> MixingWeights:

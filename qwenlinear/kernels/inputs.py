@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qwenlinear.kernels.packing import PackedSequences
+from qwenlinear.kernels.writable import why_not_writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +309,8 @@ def _check_in_place(inputs: DeltaRuleInputs) -> None:
         raise ValueError(
             "state_in_place needs a call without gradients, got an input that requires them: use torch.no_grad()"
         )
-    strides = state.stride()
-    if 0 in strides and any(size > 1 and stride == 0 for size, stride in zip(state.shape, strides, strict=True)):
-        raise ValueError(
-            "state_in_place needs an initial_state with memory of its own for each element, got an expanded one "
-            f"(strides {list(strides)}): clone() it"
-        )
-    # A graph that is being captured cannot ask; there PyTorch itself refuses to write to such a tensor.
-    if not torch.compiler.is_compiling() and state.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            "state_in_place needs inference mode around a call whose initial_state was made in inference mode, got "
-            "none: use torch.inference_mode(), or clone() the state"
-        )
+    if (reason := why_not_writable("an initial_state", state)) is not None:
+        raise ValueError(f"state_in_place needs {reason}")
 
 
 def _checked(scale: float) -> float:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from qwenlinear.kernels.writable import why_not_writable
+
 
 class GatedDeltaNetCache:
     """State of one layer: the last columns of the convolution's input, and the recurrent state. Rows are sequences.
@@ -100,11 +102,9 @@ class GatedDeltaNetCache:
             return "the cache is empty"
         if self._own is None or self._own[0] is not conv or self._own[1] is not recurrent:
             return "its states carry a graph, were detached from one or put in by hand"
-        if torch.compiler.is_compiling():
-            return None  # which cannot ask the next question
-        if (conv.is_inference() or recurrent.is_inference()) and not torch.is_inference_mode_enabled():
-            return "its states are of inference mode, and the call is not"
-        return None
+        reasons = (why_not_writable(*state) for state in (("a conv_state", conv), ("a recurrent_state", recurrent)))
+        needed = next(filter(None, reasons), None)
+        return None if needed is None else f"writing to its states needs {needed}"
 
     def agreed(self, kernel: object, dtype: torch.dtype, ask: Callable[[], None]) -> None:
         """Ask a kernel once, and not for each token, whether it takes a step from these states.
@@ -190,6 +190,9 @@ class GatedDeltaNetCache:
         other._layer, other._torn = self._layer, self._torn
         other._keep_own()
         return other
+
+    def __copy__(self) -> GatedDeltaNetCache:  # one that shared its states would change with this one's
+        return self.copy()
 
     def detach(self) -> None:
         """Cut the graph: later gradients stop here."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import LayerCall, state_dtype
 from qwenlinear.layers.config import GatedDeltaNetConfig
-from qwenlinear.layers.mixing import steps, why_not_fused_prologue
+from qwenlinear.layers.gated_norm import GatedRMSNorm
+from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import why_not_joined, why_separate
 from qwenlinear.layers.short_conv import ShortConvolution
@@ -34,7 +35,7 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     device, dtype = weight.device, weight.dtype
     separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
     projections = "one product" if separate is None else f"separate products ({separate})"
-    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, device, dtype)
+    prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
     return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
 
 
@@ -53,7 +54,8 @@ def explain_layer(
         A few lines to print.
     """
     c, device, (B, T, _) = layer.config, hidden_states.device, hidden_states.shape
-    dtype, fused = layer._dtype(hidden_states), why_not_fused_prologue(c, device, layer._dtype(hidden_states)) is None
+    dtype = layer._dtype(hidden_states)
+    prologue = _prologue(layer, c, device, dtype)
     trains = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (hidden_states, *layer.parameters(), call.recurrent_state)
     )
@@ -69,14 +71,14 @@ def explain_layer(
     )
     g = beta.to(state_dtype(dtype))
     in_place = cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None
-    given = (q, k, v, g, beta, None, call.recurrent_state, cache is not None, not fused)
+    given = (q, k, v, g, beta, None, call.recurrent_state, cache is not None, prologue != "fused")
     kernel = layer.kernel.explain(*given, cu_seqlens=call.packed, state_in_place=in_place)
     return "\n".join(
         [
             f"{type(layer).__name__}: hidden_states {list(hidden_states.shape)} {hidden_states.dtype} on {device}",
             f"  projections: {_projections(layer, hidden_states, call, cache)}",
-            f"  prologue: {_prologue(layer, c, device, dtype)}",
-            f"  epilogue: {_epilogue(layer, device, dtype)}",
+            f"  prologue: {prologue}",
+            f"  epilogue: {_epilogue(layer, c, device, dtype)}",
             f"  padding: {'none' if call.padding is None else 'rows are rotated to padding at the right'}",
             f"  form: {_form(layer, hidden_states, call, cache, (q, k, v, g, beta))}",
             *(f"  {line}" for line in kernel.splitlines()),
@@ -101,8 +103,11 @@ def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dty
     return "fused" if reason is None else f"PyTorch ({reason})"
 
 
-def _epilogue(layer: Any, device: torch.device, dtype: torch.dtype) -> str:
-    reason = why_not_fused(device, dtype)
+def _epilogue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:
+    called = why_norm_is_called(layer.norm)
+    if called is not None and type(layer.norm) is not GatedRMSNorm:  # which runs the operator however it is called
+        return f"norm {called}"
+    reason = why_not_fused(device, dtype, head_dims=(config.linear_value_head_dim,))
     return "fused" if reason is None else f"PyTorch ({reason})"
 
 

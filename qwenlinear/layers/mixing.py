@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.padding import RightPadding
+from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import Projected, ProjectedToken
 from qwenlinear.ops import decode_prologue, prologue, why_not_fused
 
@@ -72,6 +74,20 @@ def why_not_fused_prologue(config: GatedDeltaNetConfig, device: torch.device, dt
         width=config.linear_conv_kernel_dim,
         head_dims=(config.linear_key_head_dim, config.linear_value_head_dim),
     )
+
+
+def why_norm_is_called(norm: nn.Module) -> str | None:
+    """Why a layer's gated norm is called as the module that it is, instead of its weight being read by the epilogue.
+
+    Args:
+        norm: this package's, Transformers' or FLA's gated norm, or what was put in its place.
+
+    Returns:
+        One reason in words that follows the module's name, or None.
+    """
+    kind = type(norm)
+    theirs = kind.__name__.endswith("RMSNormGated") and kind.__module__.partition(".")[0] in ("transformers", "fla")
+    return why_not_plain(norm, kind if theirs else GatedRMSNorm)
 
 
 def prepare(

@@ -25,7 +25,7 @@ GROUPED = ("in_proj_qkvz", "in_proj_ba")
 FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Qwen3.5's modules; heads in order."""
 
-FEWEST_TOKENS = 2048
+FEWEST_TOKENS = 4096
 """Below this many tokens the products are so short that copying the weights costs more than one of them saves."""
 
 
@@ -233,8 +233,9 @@ class _OneProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: tuple[_Rows, ...], *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        ctx.rows = rows
+        # frozen weights have no use for x, which nobody else may keep
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *weights)
+        ctx.rows, ctx.shape, ctx.dtype = rows, x.shape, x.dtype
         total = sum(piece.count for piece in rows)
         with without_autocast(x.device):
             y = x @ _join(weights, rows, 0, total, x.dtype).t()
@@ -250,11 +251,13 @@ class _OneProduct(torch.autograd.Function):
         first, second = side_by_side([dqkv, db, da]), dz.flatten(0, 1)
         inner, total = first.shape[1], first.shape[1] + second.shape[1]
         dx = None
-        with without_autocast(x.device):
+        dweights: list[Tensor | None] = [None] * len(weights)
+        with without_autocast(first.device):
             if needs_x:
-                dx = first @ _join(weights, rows, 0, inner, x.dtype)
-                dx = dx.addmm_(second, _join(weights, rows, inner, total, x.dtype)).view(x.shape)
-            dweights = _weight_gradients(x.flatten(0, 1), (first, second), weights, rows, needs)
+                dx = first @ _join(weights, rows, 0, inner, ctx.dtype)
+                dx = dx.addmm_(second, _join(weights, rows, inner, total, ctx.dtype)).view(ctx.shape)
+            if x is not None:
+                dweights = _weight_gradients(x.flatten(0, 1), (first, second), weights, rows, needs)
         return (dx, None, *dweights)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qwenlinear.ops._gates_triton import _log_softplus, _sigmoid
 from qwenlinear.ops._prologue_triton import (
     INTEGERS,
     _at_start,
@@ -20,12 +21,10 @@ from qwenlinear.ops._prologue_triton import (
     _extent,
     _load_group,
     _load_taps,
-    _log_softplus,
     _opening,
     _past,
     _place,
     _section,
-    _sigmoid,
     _within_one,
 )
 

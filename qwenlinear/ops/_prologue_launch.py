@@ -23,14 +23,12 @@ class Tiles:
         warps: of a program with as many channels; one with fewer has fewer.
         chunk: tokens of a program, at most.
         unroll: tokens loaded ahead; divides every chunk.
-        registers: of a thread, at most; None for what the compiler takes.
     """
 
     channels: int
     warps: int
     chunk: int
     unroll: int
-    registers: int | None = None
 
     def fit(self, B: int, T: int, sizes: Sizes) -> Tiles:
         """Fewer channels where the heads are few, shorter chunks where the tokens are."""
@@ -43,13 +41,13 @@ class Tiles:
 
     def options(self) -> dict[str, int]:
         """What Triton is told beside the arguments."""
-        return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
+        return {"num_warps": self.warps}
 
 
 _ENOUGH_PROGRAMS = 1024  # to fill the largest of today's GPUs about twice
 
-FORWARD = Tiles(channels=1024, warps=4, chunk=64, unroll=8)
-BACKWARD = Tiles(channels=512, warps=4, chunk=256, unroll=4)
+FORWARD = Tiles(channels=512, warps=4, chunk=64, unroll=8)  # the best of six on an H200, docs/performance-notes.md
+BACKWARD = Tiles(channels=256, warps=2, chunk=256, unroll=4)  # of eight
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ class Inputs:
         rows = {name: _rows(getattr(self, name)) for name in ("qkv", "b", "a")}
         state = None if self.initial_state is None else self.initial_state.transpose(1, 2).contiguous()
         small = {name: getattr(self, name).contiguous() for name in ("weight", "A_log", "dt_bias")}
-        return replace(self, initial_state=state, **rows, **small)
+        lengths = None if self.lengths is None else self.lengths.contiguous()
+        return replace(self, initial_state=state, lengths=lengths, **rows, **small)
 
     @property
     def sequences(self) -> int:

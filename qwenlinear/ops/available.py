@@ -6,6 +6,8 @@ import importlib
 from functools import lru_cache
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from qwenlinear.kernels.hardware import probe
 
@@ -72,6 +74,24 @@ def why_not_these_sizes(activation: str | None, width: int, head_dims: tuple[int
         if not 1 <= size <= MAX_HEAD_DIM or size & (size - 1):
             return f"heads of {size}, not a power of two up to {MAX_HEAD_DIM}"
     return None
+
+
+def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
+    """Forward-mode derivatives of an operator in Triton would be dropped without a word where nothing requires gradients.
+
+    Args:
+        name: the operator's.
+        *tensors: what it is called with.
+
+    Raises:
+        NotImplementedError: one carries a tangent.
+    """
+    if torch.compiler.is_compiling():
+        return  # a graph that is being captured carries none
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            f"{name} in Triton needs tensors without tangents, got forward-mode differentiation: use reverse mode"
+        )
 
 
 def _why_not_here(device: torch.device) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.available import why_not_fused
 from qwenlinear.ops.gate import log_decay
@@ -38,7 +39,7 @@ def decode_prologue(
         b: ``[B, 1, H, HV//H]`` write strength before the sigmoid.
         a: ``[B, 1, H, HV//H]`` decay before the gate.
         conv_state: ``[B, C, W-1]`` the columns before this token, oldest first, for q's channels, k's, v's
-            (C = 2*H*K + HV*V); **updated in place**. Any strides.
+            (``C = 2*H*K + HV*V``); **updated in place**. Any strides.
         weight: ``[C, 1, W]`` the convolution's taps.
         A_log: ``[HV]``.
         dt_bias: ``[HV]``.
@@ -50,8 +51,8 @@ def decode_prologue(
         (float64 where q is), beta in b's dtype, the others in q's.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, or a gradient that would be wanted. conv_state is
-            unchanged then.
+        ValueError: shapes or dtypes that do not fit, an unknown activation, a conv_state that cannot be written to (expanded,
+            or of inference mode outside of it), or a gradient that would be wanted. conv_state is unchanged then.
 
     Example:
         >>> q, k = torch.randn(2, 3, 1, 2, 4)
@@ -137,13 +138,16 @@ def _check(
         ("A_log", A_log, (H * G,)),
         ("dt_bias", dt_bias, (H * G,)),
     ):
-        if x.shape != wanted or x.device != device:
-            raise ValueError(f"{name} needs shape {list(wanted)} on {device}, got {list(x.shape)} on {x.device}")
+        if x.shape != wanted or x.device != device or not x.is_floating_point():
+            needs = f"shape {list(wanted)} on {device} and a floating dtype"
+            raise ValueError(f"{name} needs {needs}, got {list(x.shape)} on {x.device}, {x.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} needs q's dtype {q.dtype}, got {x.dtype}")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if (reason := why_not_writable("a conv_state", conv_state)) is not None:
+        raise ValueError(f"decode_prologue needs {reason}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, b, a, conv_state, weight, A_log, dt_bias)):
         raise ValueError(
             "decode_prologue needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 
 def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,6 +29,7 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Raises:
         ValueError: shapes or devices that do not fit.
+        NotImplementedError: forward-mode differentiation of the Triton form.
 
     Example:
         >>> o, qkvz = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 20)
@@ -42,6 +43,7 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"weight needs shape {list(o.shape[-1:])} on {o.device}, got {list(weight.shape)} on {weight.device}"
         )
     if why_not_fused(o.device, o.dtype, head_dims=(o.shape[-1],)) is None:
+        refuse_forward_mode("epilogue", o, z, weight)
         y: Tensor = gated_rms_norm_op(o, z, weight, eps)
         return y
     return gated_rms_norm(o, z, weight, eps)

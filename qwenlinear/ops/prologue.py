@@ -10,7 +10,7 @@ from torch import Tensor
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
-from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 Prologue = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
@@ -39,7 +39,7 @@ def prologue(
     same results. Arguments may be strided views of one buffer, as long as their last dimension is contiguous.
 
     Args:
-        qkv: ``[B, T, C]`` any floating dtype, C = 2*H*K + HV*V: q, k and v side by side.
+        qkv: ``[B, T, C]`` any floating dtype, ``C = 2*H*K + HV*V``: q, k and v side by side.
         b: ``[B, T, HV]`` beta before the sigmoid.
         a: ``[B, T, HV]`` the decay before its bias.
         weight: ``[C, 1, W]`` the convolution's taps, as ``nn.Conv1d`` has them.
@@ -63,6 +63,7 @@ def prologue(
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
+        NotImplementedError: forward-mode differentiation of the Triton form.
 
     Example:
         >>> qkvba = torch.randn(1, 8, 2 * 2 * 4 + 4 * 4 + 4 + 4)
@@ -85,6 +86,7 @@ def prologue(
         return prologue_twin(
             qkv, b, a, weight, A_log, dt_bias, heads, head_dims, activation, l2norm, state, output_final_state, packed, lengths
         )  # fmt: skip
+    refuse_forward_mode("prologue", qkv, b, a, weight, A_log, dt_bias, state)
     return fused_prologue(
         qkv, b, a, weight, A_log, dt_bias, heads, head_dims, l2norm, state, output_final_state, packed, lengths
     )

@@ -68,11 +68,11 @@ def generate(
     tried = [name for name in declared if dtypes is None or name in dtypes]
     forms: list[Form] = [form for form in ("chunk", "step") if getattr(capabilities, form)]
     for dtype in tried:
-        for form in forms:
-            generator = _Generator(capabilities, configurations, dtype, form)
+        generators = [_Generator(capabilities, configurations, dtype, form) for form in forms]
+        for generator in generators:
             yield from generator.all()
-            if dtype == tried[0]:
-                yield from generator.once(packings)
+        for generator in generators if dtype == tried[0] else ():  # the long ones: what fails at all fails before them
+            yield from generator.once(packings)
 
 
 class _Generator:

@@ -22,6 +22,7 @@ from qwenlinear.bench.layer_contenders import _as_fla as as_fla
 from qwenlinear.bench.peak import peak_bytes
 from qwenlinear.bench.session import Session
 from qwenlinear.bench.timing import Timing
+from qwenlinear.layers.projection import why_not_faster
 
 CPU = torch.device("cpu")
 SIZES = ["--hidden", "16", "--heads", "1/2", "--head-dim", "8", "--rounds", "3", "--device", "cpu"]
@@ -117,9 +118,19 @@ def test_a_wrong_gradient_is_found_by_its_name() -> None:
     assert set(row["worst"].values()) == {"in_proj_b.weight"}
 
 
+def test_what_is_timed_on_a_gpu_is_what_was_checked() -> None:
+    """The layer's one product of all weights begins at a number of tokens; a shorter check would never see it."""
+    where, lengths = torch.device("cuda"), layer_gate.lengths_on(torch.device("cuda"))
+    assert len(lengths["dense"]) == 1
+    assert lengths["packed"][:5] == layer_gate.PACKED
+    for kind in ("dense", "packed"):
+        assert why_not_faster(where, sum(lengths[kind])) is None
+        assert why_not_faster(CPU, sum(layer_gate.lengths_on(CPU)[kind])) is not None
+
+
 def test_float64_truths_agree() -> None:
-    setup, lengths = _setup(), (3, 9)
-    x, packed = layer_gate.draw(setup, 12), PackedSequences.from_lengths(lengths)
+    setup, lengths = _setup(), (3, 130)
+    x, packed = layer_gate.draw(setup, sum(lengths)), PackedSequences.from_lengths(lengths)
     plain, ours = layer_gate.plain_truth(setup, x, lengths), layer_gate.layer_truth(setup, x, packed)
     assert plain.keys() == ours.keys() == {"output", "hidden_states", *setup.weights}
     for name, right in plain.items():
@@ -261,7 +272,7 @@ def test_wrong_and_slow_contenders(tmp_path) -> None:
 
 
 def test_a_run_stops_at_its_limit_and_keeps_what_it_has(tmp_path) -> None:
-    status, results = _run("layer", tmp_path, "--contenders", "ours", "--limit", "0")
+    status, results = _run("layer", tmp_path, "--contenders", "ours", "--limit", "1e-9")
     assert status == 0
     assert results["times"] == []
     assert results["errors"]["limit"].startswith("stopped before T=1024")

@@ -7,6 +7,7 @@ from typing import Any
 
 import guard_gpu_checks as checks
 import pytest
+import ranks_checks as several
 import torch
 from dist_harness import run_world
 
@@ -29,9 +30,18 @@ def test_one_gpu(check: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [checks.equal_bare_and_guarded, checks.suspend_gives_memory_back], ids=lambda c: c.__name__
+    "check",
+    [
+        checks.equal_bare_and_guarded,
+        checks.idle_in_graph_capture,
+        checks.other_streams_hold_a_reclaim_off,
+        *several.EVERYWHERE,
+        several.full_cache_works_guarded,
+    ],
+    ids=lambda c: c.__name__,
 )
 def test_two_gpus(check: Callable[..., Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    print(run_world(2, check, 2, backend="nccl"))
+    for rank, told in enumerate(run_world(2, check, 2, backend="nccl", limit=60.0)):
+        print(f"{check.__name__}, rank {rank}: {told}")

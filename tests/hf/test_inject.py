@@ -201,6 +201,45 @@ def test_torch_compile() -> None:
         torch.testing.assert_close(compiled(ids, position_ids=places, use_cache=False).logits, want, **CLOSE)
 
 
+def _doubled(module, args, output):
+    return 2 * output
+
+
+class OwnNorm(nn.Module):
+    """A norm that somebody put in the gated norm's place."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 2  # as Transformers calls it
+        return self.weight * x * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("change", ["hook", "module"])
+def test_a_norm_with_more_than_its_weight_is_called(change) -> None:
+    """Both in prefill and decoding, where a plain one's weight is read."""
+    theirs = make("3.5")
+    for name in LAYERS:
+        layer = theirs.get_submodule(name)
+        if change == "hook":
+            layer.norm.register_forward_hook(_doubled)
+        else:
+            layer.norm = OwnNorm(layer.head_v_dim)
+    ours, kernel = copy.deepcopy(theirs), CountingKernel()
+    inject(ours, kernel)
+    assert f"epilogue=norm {'has hooks' if change == 'hook' else 'is a OwnNorm'}" in repr(ours)
+    ids, answers = tokens(2, 6), []
+    with torch.no_grad():
+        for model in (ours, theirs):
+            first = model(ids[:, :5], use_cache=True)
+            answers.append((first.logits, model(ids[:, 5:], past_key_values=first.past_key_values).logits))
+    assert kernel.steps == 3
+    for got, want in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_accelerate_hooks(when) -> None:
     """Weights that are on no device until a hook fetches them, laid before and after the injection."""

@@ -32,6 +32,16 @@ def test_against_float64(dtype, W, grouped):
     assert (memory[..., W + 1 :] == 7.25).all()
 
 
+def test_small_tensors_may_be_strided():
+    call = one_token(torch.float32)
+    exact = {name: x.double() for name, x in call.items()}
+    for name in ("weight", "A_log", "dt_bias"):
+        call[name] = torch.stack([call[name], torch.full_like(call[name], 9.0)], -1)[..., 0]
+        assert not call[name].is_contiguous()
+    got, want = decode_prologue_op(**call, l2norm=True), decode_prologue_twin(**exact, l2norm=True)
+    assert max(relative(x, right) for x, right in zip(got, want, strict=True)) < 1e-6
+
+
 def test_without_normalisation():
     call = one_token(torch.float32)
     exact = {name: x.double() for name, x in call.items()}
@@ -48,6 +58,17 @@ def test_the_gate_everywhere(a, A_log):
     g, want = decode_prologue_op(**call, l2norm=True)[3], decode_prologue_twin(**exact, l2norm=True)[3]
     smallest = torch.finfo(torch.float32).tiny
     torch.testing.assert_close(g.double(), want, rtol=2e-5, atol=smallest)  # exp of |log g| <= 200 in float32
+
+
+@pytest.mark.parametrize("broken", ["a", "A_log", "dt_bias"])
+def test_not_a_number_in_the_gate_is_not_hidden(broken):
+    call = one_token(torch.float32)
+    call[broken] = call[broken].clone()
+    call[broken].flatten()[0] = float("nan")
+    twin = {name: x.clone() for name, x in call.items()}
+    g, want = decode_prologue_op(**call, l2norm=True)[3], decode_prologue_twin(**twin, l2norm=True)[3]
+    assert g.isnan().any()
+    assert torch.equal(g.isnan(), want.isnan())
 
 
 def test_no_sequence():

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, TorchKernel
+from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, TorchKernel, ops
 from qwenlinear.layers import GatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet, projection
 from qwenlinear.ops import available
 
@@ -180,3 +181,38 @@ def test_decoding(layer, fused) -> None:
         answers.append([torch.cat(outputs, 1), cache.conv_state, cache.recurrent_state])
     for got, want in zip(answers[1], answers[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["dual numbers", "torch.func"])
+def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
+    """Where nothing requires gradients an operator of torch.library hands on no tangent, and says nothing."""
+    layer.requires_grad_(False)
+    fused(True)
+    projected = [torch.randn(1, 3, size) for size in (CONFIG.conv_dim, 4, 4)]
+    o = torch.randn(1, 3, 4, 16)
+    calls = {
+        "prologue": lambda t: ops.prologue(
+            projected[0] * t,
+            *projected[1:],
+            layer.conv1d.weight,
+            layer.A_log,
+            layer.dt_bias,
+            heads=(2, 4),
+            head_dims=(16, 16),
+        )[0],
+        "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
+    }
+    one = torch.ones(())
+
+    def with_dual_numbers(call) -> None:
+        with forward_ad.dual_level():
+            call(forward_ad.make_dual(one, one))
+
+    def with_functions(call) -> None:
+        torch.func.jvp(call, (one,), (one,))
+
+    differentiate = with_functions if way == "torch.func" else with_dual_numbers
+    for name, call in calls.items():
+        call(one)
+        with pytest.raises(NotImplementedError, match=f"{name} in Triton needs tensors without tangents"):
+            differentiate(call)

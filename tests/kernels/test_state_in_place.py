@@ -11,10 +11,14 @@ from qwenlinear import AutoKernel, PackedSequences, TorchKernel
 from tests.kernels.reference import random_call, relative
 
 
-class InPlace(TorchKernel):
-    """TorchKernel that writes to the state, and keeps what it was asked."""
+class OutOfPlace(TorchKernel):
+    """TorchKernel without its own way of writing to the state."""
 
-    capabilities = replace(TorchKernel.capabilities, state_in_place=True)
+    capabilities = replace(TorchKernel.capabilities, state_in_place=False)
+
+
+class InPlace(TorchKernel):
+    """TorchKernel that keeps what it was asked."""
 
     def __init__(self, **declared):
         super().__init__()
@@ -23,8 +27,7 @@ class InPlace(TorchKernel):
 
     def _step(self, inputs):
         self.asked.append(inputs.state_in_place)
-        o, final = super()._step(inputs)
-        return (o, inputs.initial_state.copy_(final)) if inputs.state_in_place else (o, final)
+        return super()._step(inputs)
 
 
 class ValueFirst(InPlace):
@@ -50,7 +53,10 @@ LOWERED = "the final state is copied into initial_state"
 @pytest.mark.parametrize(
     ("kernel", "more", "copies"),
     [
-        (TorchKernel(), {}, True),
+        (TorchKernel(), {}, False),
+        (TorchKernel(), {"strided": True}, False),
+        (TorchKernel(), {"packed": [2, 1]}, False),
+        (OutOfPlace(), {}, True),
         (InPlace(), {}, False),
         (InPlace(strided=False), {}, False),
         (InPlace(strided=False), {"strided": True}, True),
@@ -60,7 +66,7 @@ LOWERED = "the final state is copied into initial_state"
         (InPlace(), {"packed": [2, 0, 1]}, True),  # states of empty documents are taken out before the kernel
         (InPlace(dense=False), {}, False),
         (AutoKernel([InPlace()]), {}, False),
-        (AutoKernel([TorchKernel()]), {}, True),
+        (AutoKernel([OutOfPlace()]), {}, True),
     ],
 )
 def test_the_state_is_overwritten_by_the_kernel_or_by_copying_and_explain_says_which(kernel, more, copies):
@@ -85,7 +91,7 @@ def test_the_state_is_overwritten_by_the_kernel_or_by_copying_and_explain_says_w
 
 
 def test_explain_names_it_in_the_call_and_only_for_the_recurrent_form():
-    text = TorchKernel().explain(**call(), state_in_place=True)
+    text = OutOfPlace().explain(**call(), state_in_place=True)
     assert "from a state, in place" in text.splitlines()[0]
     assert text.splitlines()[1:] == ["  chunk: runs", "  step: runs, lowered:", f"    - {LOWERED}"]
 
@@ -140,7 +146,7 @@ def test_a_state_that_requires_gradients_is_overwritten_where_none_are_recorded(
     assert state.is_leaf
 
 
-@pytest.mark.parametrize("kernel", [TorchKernel(), InPlace()])
+@pytest.mark.parametrize("kernel", [OutOfPlace(), InPlace()])
 @pytest.mark.parametrize("lengths", [None, [0, 0]])
 def test_no_token_leaves_the_state(kernel, lengths):
     inputs = call(T=0, N=1 if lengths is None else 2)
@@ -153,7 +159,9 @@ def test_no_token_leaves_the_state(kernel, lengths):
 
 def test_a_kernel_that_hands_back_another_tensor_is_told_so():
     class Copies(TorchKernel):
-        capabilities = replace(TorchKernel.capabilities, state_in_place=True)
+        def _step(self, inputs):
+            o, final = super()._step(inputs)
+            return o, final.clone()
 
     with pytest.raises(TypeError, match="declares state_in_place and needs to return initial_state itself"):
         Copies().step(**call(), state_in_place=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 
@@ -221,3 +222,38 @@ def test_a_cache_that_another_layer_filled_is_refused() -> None:
     second(x, cache=cache)
     loaded = pickle.loads(pickle.dumps(GatedDeltaNetCache()))
     first(x, cache=loaded)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, GatedDeltaNetCache.copy])
+def test_a_copy_of_any_kind_does_not_change_with_the_cache(make_layer, copied) -> None:
+    """Decoding writes states in place: what shared them would go on with it."""
+    layer, x, cache = make_layer(), rand(2, 6, 32), GatedDeltaNetCache()
+    with torch.no_grad():
+        want = layer(x)
+        layer(x[:, :4], cache=cache)
+        branch = copied(cache)
+        kept = branch.recurrent_state.clone(), branch.conv_state.clone()
+        torch.testing.assert_close(layer(x[:, 4:5], cache=cache), want[:, 4:5], **CLOSE)
+        assert torch.equal(branch.recurrent_state, kept[0])
+        assert torch.equal(branch.conv_state, kept[1])
+        torch.testing.assert_close(layer(x[:, 4:5], cache=branch), want[:, 4:5], **CLOSE)
+        torch.testing.assert_close(layer(x[:, 5:], cache=cache), want[:, 5:], **CLOSE)
+
+
+def test_expanded_states_of_a_kernel_are_replaced_and_not_written(make_layer) -> None:
+    class Expanding(TorchKernel):
+        """Its final state's rows are one and the same memory, as a kernel may return them."""
+
+        def _chunk(self, inputs):
+            o, final = super()._chunk(inputs)
+            return o, None if final is None else final[:1].expand_as(final)
+
+    layer, x, cache = make_layer(Expanding()), rand(1, 5, 32).expand(2, 5, 32), GatedDeltaNetCache()
+    with torch.no_grad():
+        want = layer(x)
+        layer(x[:, :3], cache=cache)
+        assert "new states: writing to its states needs a recurrent_state with memory" in layer.explain(
+            x[:, 3:4], cache=cache
+        )
+        for t in (3, 4):
+            torch.testing.assert_close(layer(x[:, t : t + 1], cache=cache), want[:, t : t + 1], **CLOSE)

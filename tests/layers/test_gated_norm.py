@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qwenlinear.layers import GatedRMSNorm, ZeroCenteredRMSNorm
+from qwenlinear.ops import available
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -51,6 +52,12 @@ def test_gradients() -> None:
 
 def test_repr_says_what_runs() -> None:
     assert repr(GatedRMSNorm(8)) == "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)"
+
+
+def test_what_runs_depends_on_the_size_of_a_head(monkeypatch) -> None:
+    monkeypatch.setattr(available, "_why_not_here", lambda device: None)
+    said = {size: GatedRMSNorm(size).implementation(torch.device("cuda"), torch.bfloat16) for size in (128, 96)}
+    assert said == {128: "runs fused", 96: "runs in PyTorch: heads of 96, not a power of two up to 256"}
 
 
 def test_reset_parameters() -> None:

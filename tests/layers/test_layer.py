@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -17,7 +18,9 @@ from qwenlinear.layers import (
     GatedDeltaNetConfig,
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
+    explain,
 )
+from qwenlinear.ops.available import why_not_these_sizes
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -291,6 +294,24 @@ def test_repr_shows_kernel_and_implementations(make_layer) -> None:
         "epilogue=PyTorch (tensors on cpu)"
     ) in text
     assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
+
+
+def test_a_norm_that_was_replaced_is_what_runs(make_layer) -> None:
+    layer = make_layer()
+    layer.norm = torch.nn.Identity()
+    assert "epilogue: norm is a Identity" in layer.explain(rand(1, 12, 32))
+    assert "epilogue=norm is a Identity" in repr(layer)
+
+
+@pytest.mark.parametrize(("V", "runs"), [(8, "fused"), (12, "PyTorch (heads of 12, not a power of two up to 256)")])
+def test_the_epilogue_depends_on_the_size_of_a_head(layer_class, config, monkeypatch, V, runs) -> None:
+    def sizes_alone(device, dtype, head_dims):
+        return why_not_these_sizes("silu", 1, head_dims)
+
+    monkeypatch.setattr(explain, "why_not_fused", sizes_alone)
+    layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
+    assert f"epilogue: {runs}" in layer.explain(torch.empty(1, 12, 32))
+    assert f"epilogue={runs}" in repr(layer)
 
 
 def test_explain(make_layer, recording_kernel) -> None:

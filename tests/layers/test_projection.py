@@ -134,6 +134,20 @@ def test_nothing_is_kept_but_inputs_and_parameters(make_layer, joined) -> None:
     assert {t.untyped_storage().data_ptr() for t in saved} <= known
 
 
+def test_frozen_projections_do_not_keep_their_input(make_layer, joined) -> None:
+    """As in a model with adapters elsewhere: the gradient goes through, and the hidden states may go."""
+    layer, x = make_layer(), rand(2, 9, 32, grad=True)
+    upstream = [torch.randn_like(part) for part in parts(layer, x)]
+    (want,) = torch.autograd.grad(parts(layer, x), x, upstream)
+    for weight in input_weights(layer).values():
+        weight.requires_grad_(False)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        got = parts(layer, x)
+    assert x.untyped_storage().data_ptr() not in {t.untyped_storage().data_ptr() for t in saved}
+    assert torch.equal(torch.autograd.grad(got, x, upstream)[0], want)
+
+
 def test_a_layer_keeps_no_second_copy_of_a_weight(make_layer, joined) -> None:
     """Whatever one call saves: nothing outside its parameters has as many elements as their smallest matrix, twice."""
     layer, x = make_layer(), rand(1, 2, 32, grad=True)  # fewer tokens than weights' rows

@@ -69,6 +69,13 @@ def test_a_state_of_another_dtype_keeps_it():
         ("A_log", torch.zeros(2), r"A_log needs shape \[4\]"),
         ("dt_bias", torch.zeros(4, device="meta"), "dt_bias needs shape .* on cpu"),
         ("v", torch.zeros(3, 1, 2, 2, 16).half(), "v needs q's dtype"),
+        (
+            "conv_state",
+            torch.zeros(3, 96, 3, dtype=torch.int64),
+            "conv_state needs .* a floating dtype, .* torch.int64",
+        ),
+        ("b", torch.zeros(3, 1, 2, 2, dtype=torch.bool), "b needs .* a floating dtype"),
+        ("conv_state", torch.zeros(1, 96, 3).expand(3, 96, 3), "conv_state with memory of its own .*clone"),
         ("activation", "swoosh", "activation needs None or one of silu"),
         ("weight", torch.zeros(96, 1, 4, requires_grad=True), "without gradients"),
     ],
@@ -79,6 +86,19 @@ def test_what_does_not_fit_is_an_error_and_the_state_is_as_it_was(name, x, words
     with pytest.raises(ValueError, match=words):
         decode_prologue(**{**call, name: x})
     assert torch.equal(call["conv_state"], kept)
+
+
+def test_a_state_of_inference_mode_is_not_overwritten_outside_of_it():
+    call = one_token(torch.float32)
+    with torch.inference_mode():
+        call["conv_state"] = call["conv_state"].clone()
+    kept = call["conv_state"].clone()
+    with pytest.raises(ValueError, match="inference mode"):
+        decode_prologue(**call)
+    assert torch.equal(call["conv_state"], kept)
+    with torch.inference_mode():
+        decode_prologue(**call)
+    assert not torch.equal(call["conv_state"], kept)
 
 
 def test_parameters_may_require_gradients_where_none_are_recorded():

@@ -257,10 +257,8 @@ class StateAliasesInput(_Changed):
 
 
 class _InPlace(_Changed):
-    capabilities = replace(TorchKernel.capabilities, state_in_place=True)
-
     def _step(self, inputs):
-        o, final = super()._step(inputs)
+        o, final = super()._step(replace(inputs, state_in_place=False))
         return (o, self._overwrite(inputs.initial_state, final)) if inputs.state_in_place else (o, final)
 
 

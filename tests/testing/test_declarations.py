@@ -43,6 +43,8 @@ class Limited(TorchKernel):
     def _run_limited(self, inputs, run):
         packed, group = inputs.packed, inputs.HV // inputs.H
         state = inputs.initial_state
+        if inputs.state_in_place and "backward" in self.lacks:
+            return run(inputs)  # no gradient is wanted there
         match self.lacks:
             case "dtypes":
                 narrow = {name: getattr(inputs, name).float() for name in ("q", "k", "v", "g", "beta")}
@@ -59,6 +61,8 @@ class Limited(TorchKernel):
                 inputs = replace(inputs, initial_state=state.detach() if self.lacks == "state_backward" else None)
             case "final_state":
                 return run(inputs)[0], None
+            case "state_in_place":
+                return run(replace(inputs, state_in_place=False))
             case "packed" if packed is not None:
                 inputs = replace(inputs, initial_state=None if state is None else state[:1], cu_seqlens=None)
                 o, final = run(inputs)

@@ -1,29 +1,17 @@
-"""The prologue's Triton form against its twin in float64, in Triton's interpreter or on a GPU."""
+"""The prologue's Triton form against its twin in float64: outputs, states, gradients, and what the operators promise."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 import torch
 
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.prologue import fused_prologue, prologue_backward_op, prologue_op
-from tests.ops.interpreter import INTERPRETED, run_interpreted
 from tests.ops.prologue_cases import NAMES, Case, compare, differentiate
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, in a process of its own")
 
 DOCUMENTS = (3, 0, 1, 2, 11, 1, 4, 0)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the one that starts the others")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
-
-
-@interpreted
 @pytest.mark.parametrize(
     "case",
     [
@@ -47,14 +35,12 @@ def test_outputs_and_gradients(case: Case) -> None:
     compare(case, 1e-6)
 
 
-@interpreted
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
 def test_narrow_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     """The interpreter cuts bfloat16 off instead of rounding it, hence twice the tolerance of a rounding."""
     compare(Case(documents=(3, 0, 1, 5), state=True, final=True, dtype=dtype), tolerance)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "needs", [("buffer",), ("weight",), ("initial_state",), ("A_log",), ("dt_bias",), ("weight", "dt_bias")]
 )
@@ -62,13 +48,11 @@ def test_only_some_inputs_need_gradients(needs: tuple[str, ...]) -> None:
     compare(Case(B=2, T=5, state=True, final=True), 1e-6, needs=needs)
 
 
-@interpreted
 @pytest.mark.parametrize("outputs", [(0,), (2, 5), (5,), (3,), (4,)])
 def test_only_some_outputs_are_used(outputs: tuple[int, ...]) -> None:
     compare(Case(B=2, T=5, state=True, final=True), 1e-6, outputs=outputs)
 
 
-@interpreted
 def test_gradients_of_the_projections_lie_in_one_buffer() -> None:
     case = Case(T=6)
     leaves = case.leaves()
@@ -85,7 +69,22 @@ def test_gradients_of_the_projections_lie_in_one_buffer() -> None:
     assert {t.stride() for t in (dqkv, db, da)} == {(6 * (case.C + 2 * HV), case.C + 2 * HV, 1)}
 
 
-@interpreted
+def test_small_tensors_may_be_strided() -> None:
+    case = Case(B=3, T=7, state=True, final=True)
+    leaves, HV = case.leaves(), case.heads[1]
+    qkv, b, a, _ = leaves["buffer"].split([case.C, HV, HV, HV * case.head_dims[1]], -1)
+    small = [leaves[name] for name in ("weight", "A_log", "dt_bias")] + [torch.tensor([2, 0, 7])]
+    strided = [torch.stack([t, torch.full_like(t, 5)], -1)[..., 0] for t in small]
+    assert not any(t.is_contiguous() for t in strided)
+    answers = [
+        fused_prologue(
+            qkv, b, a, *tensors[:3], case.heads, case.head_dims, True, leaves["initial_state"], True, None, tensors[3]
+        )
+        for tensors in (small, strided)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*answers, strict=True) if x is not None and y is not None)
+
+
 def test_gates_of_another_dtype() -> None:
     case = Case(T=6, dtype=torch.float16)
     leaves, HV = case.leaves(), case.heads[1]
@@ -104,7 +103,6 @@ def test_gates_of_another_dtype() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@interpreted
 def test_extreme_gates_stay_finite_and_right() -> None:
     x = torch.tensor([-1e4, -200.0, -60.0, -41.0, -39.0, -17.0, 0.0, 5.0, 39.0, 41.0, 300.0, 1e4])
     A_log = torch.tensor([-100.0, -5.0, 0.0, 5.0, 9.3, 100.0])
@@ -121,7 +119,22 @@ def test_extreme_gates_stay_finite_and_right() -> None:
         torch.testing.assert_close(got_gradients[name].double(), want_gradients[name], rtol=2e-5, atol=1e-6)
 
 
-@interpreted
+@pytest.mark.parametrize("broken", ["a", "A_log", "dt_bias"])
+def test_not_a_number_in_the_gate_is_not_hidden(broken: str) -> None:
+    """A clamp that drops it would leave a head that forgets everything, with a finite loss."""
+    case = Case(T=5, heads=(1, 2))
+    leaves = case.leaves()
+    if broken == "a":
+        leaves["buffer"][0, 2, case.C + 2] = float("nan")
+    else:
+        leaves[broken][0] = float("nan")
+    g, want = case.call(fused_prologue, leaves)[3], case.call(prologue_twin, leaves)[3]
+    assert g is not None
+    assert want is not None
+    assert g.isnan().any()
+    assert torch.equal(g.isnan(), want.isnan())
+
+
 def test_a_document_never_sees_another() -> None:
     case = Case(documents=(5, 0, 2, 6), state=True)
     leaves = case.leaves()
@@ -134,7 +147,6 @@ def test_a_document_never_sees_another() -> None:
     assert gradients["initial_state"][[0, 3]].isfinite().all()
 
 
-@interpreted
 def test_a_second_derivative_is_refused() -> None:
     case = Case(T=3)
     leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves().items()}
@@ -145,7 +157,6 @@ def test_a_second_derivative_is_refused() -> None:
         first.sum().backward()
 
 
-@interpreted
 def test_registrations() -> None:
     case = Case(heads=(1, 1), head_dims=(2, 2), documents=(2, 0, 1), state=True, final=True, dtype=torch.float16)
     leaves, HV, packed = case.leaves(), case.heads[1], case.packed
@@ -169,7 +180,6 @@ def _leaf(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.detach().clone().requires_grad_()
 
 
-@interpreted
 def test_compiles_to_one_graph() -> None:
     case = Case(B=2, T=5, state=True, final=True)
     leaves = case.leaves()
