@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qwenlinear.kernels.auto import kernel_from_name
+from qwenlinear.kernels.auto import kernel_name
 from qwenlinear.kernels.hardware import present
 
 
@@ -108,12 +108,7 @@ def heads(word: str) -> tuple[int, ...]:
 def kernel(*others: str) -> Callable[[str], str]:
     """The name of a kernel, as ``kernel_from_name`` takes it, or one of ``others``."""
 
-    def parse(word: str) -> str:
-        if word not in others:
-            _told(lambda: kernel_from_name(word))
-        return word
-
-    return parse
+    return lambda word: word if word in others else kernel_name(word)
 
 
 def file(word: str) -> Path:

@@ -262,8 +262,31 @@ def _where_to_look(module: str, error: Exception) -> str:
     return "; put its folder on Python's path (PYTHONPATH=. for the current one), or install its package"
 
 
+def kernel_name(word: str) -> str:
+    """A word of a command line that names a kernel: the ``type`` of an argparse option.
+
+    Args:
+        word: as it was typed.
+
+    Returns:
+        The word.
+
+    Raises:
+        argparse.ArgumentTypeError: one that :func:`kernel_from_name` does not take.
+
+    Example:
+        >>> kernel_name("torch")
+        'torch'
+    """
+    try:
+        kernel_from_name(word)
+    except ValueError as error:  # argparse shows the words of its own exception alone
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return word
+
+
 def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--qwen-gdn-backend`` to a parser.
+    """Add ``--qwen-gdn-backend`` to a parser; a name that :func:`kernel_from_name` does not take is a usage error.
 
     Args:
         parser: the parser; the value is read by :func:`kernel_from_args`.
@@ -276,6 +299,7 @@ def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--qwen-gdn-backend",
+        type=kernel_name,
         default="auto",
         metavar="KERNEL",
         help=f"kernel of the Gated DeltaNet layers: {_KNOWN} (default: auto)",

@@ -105,13 +105,14 @@ class FLAKernel(GatedDeltaKernel):
             module = "fla.ops.gated_delta_rule"
             chunk = import_function(module, "chunk_gated_delta_rule", "fla-core")
             step = import_function(module, "fused_recurrent_gated_delta_rule", "fla-core")
-            self._broken = tuple(found for found in (chunk, step) if isinstance(found, Refusal))[:1]
-            if not self._broken:
+            broken = tuple(found for found in (chunk, step) if isinstance(found, Refusal))[:1]
+            if not broken:
                 # FLA's own function lies behind its dispatcher. torch.compiler.disable, which unwrap takes off too,
                 # goes on again: FLA keeps this code out of graphs, which would break at its inner dispatchers anyway.
                 own = inspect.unwrap(cast(Callable[..., Any], chunk))
                 disabled = torch.compiler.disable(own)
                 self._functions = {"chunk": disabled, "step": cast(Callable[..., Any], step)}
+            self._broken = broken  # last: another thread that finds it set goes on to the functions
         return self._broken
 
     def _describe(self, form: Form) -> str:

@@ -122,12 +122,13 @@ class FlashQLAKernel(GatedDeltaKernel):
     def _load(self) -> Iterable[Refusal]:
         if self._broken is None:
             function = import_function("flash_qla", "chunk_gated_delta_rule", "flash-qla")
-            self._broken = (function,) if isinstance(function, Refusal) else ()
             if not isinstance(function, Refusal):
                 self._function = function
                 prepare = import_function("flash_qla.utils.index", "prepare_varlen_metadata", "flash-qla")
                 if not isinstance(prepare, Refusal):  # 0.1.3; before it, the library reads boundaries back once a batch
                     self._prepare = cast(Callable[[Tensor, Tensor], Tensor], prepare)
+            # last: another thread that finds it set goes on to the functions
+            self._broken = (function,) if isinstance(function, Refusal) else ()
         return self._broken
 
     def _describe(self, form: Form) -> str:

@@ -236,7 +236,8 @@ class PackedSequences:
         """
         if key not in self._cache:
             with torch.inference_mode(False), torch.no_grad():
-                self._cache[key] = make()
+                made = make()
+            self._cache.setdefault(key, made)  # of two threads at their first call both go on with one value
         return cast(_Derived, self._cache[key])
 
     def __setattr__(self, name: str, value: object) -> None:

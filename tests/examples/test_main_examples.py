@@ -54,6 +54,26 @@ def test_a_kernel_of_ones_own() -> None:
     assert float(re.findall(r"to TorchKernel\(\): (\S+)", printed)[0]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "examples").rglob("*.py")) if "add_kernel_arguments" in path.read_text()],
+    ids=lambda path: path.name,
+)
+def test_a_kernel_nobody_knows_is_a_usage_error(path: Path) -> None:
+    if "from tqdm" in path.read_text():
+        pytest.importorskip("tqdm")
+    done = subprocess.run(
+        [sys.executable, str(path), "--qwen-gdn-backend", "nonsense"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("usage: ")
+    assert "the kernel's name needs to be auto, torch" in done.stderr
+
+
 def test_a_kernel_that_cannot_run_here_stops_the_job_at_start_up() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "run_block.py"), "--qwen-gdn-backend", "flashqla"],

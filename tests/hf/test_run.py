@@ -46,7 +46,6 @@ def test_a_folder_with_its_tokenizer(capsys, tmp_path) -> None:
     ("words", "told"),
     [
         (["--model", "some/where"], "--model needs tiny or a local folder"),
-        (["--model", "tiny", "--qwen-gdn-backend", "fast"], "the kernel's name needs to be"),
         (["--model", "tiny", "--qwen-gdn-backend", "fla", "--device", "cpu"], "FLAKernel"),
         (["--model", "tiny", "--dtype", "int3"], "--dtype needs auto"),
         (["--model", "tiny", "--prompt", ""], "--prompt needs at least one token"),
@@ -56,3 +55,9 @@ def test_a_folder_with_its_tokenizer(capsys, tmp_path) -> None:
 def test_errors(words, told, capsys) -> None:
     assert cli.main(["run", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_kernel_nobody_knows_is_a_usage_error(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--model", "tiny", "--qwen-gdn-backend", "fast"])
+    assert "the kernel's name needs to be" in capsys.readouterr().err

@@ -394,6 +394,22 @@ def test_the_help_lists_the_names(capsys):
     assert "auto, torch, triton, fla, flashqla, flash_qla or package.module:Class (default: auto)" in shown
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nonsense", "the kernel's name needs to be auto, torch"),
+        ("no_such_module:Kernel", "needs a module no_such_module that imports"),
+        ("pathlib:Path", "needs a subclass of GatedDeltaKernel"),
+    ],
+)
+def test_a_name_that_is_none_is_a_usage_error(name, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("--qwen-gdn-backend", name)
+    shown = capsys.readouterr().err
+    assert "usage: " in shown
+    assert told in shown
+
+
 @pytest.mark.parametrize("name", ["triton", "fla", "flashqla", "flash_qla"])
 def test_an_explicit_kernel_dies_at_start_up(name):
     with pytest.raises(UnsupportedCall, match="needs cuda"):
