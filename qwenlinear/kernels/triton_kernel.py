@@ -13,6 +13,7 @@ from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
 from qwenlinear.kernels.hardware import TRITON, Hardware, HardwareProbe, at_least, import_function
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer
+from qwenlinear.kernels.tangents import carry_tangents
 
 _INSTALL = "pip install 'triton>=3.3'"
 
@@ -75,6 +76,12 @@ class TritonKernel(GatedDeltaKernel):
             yield Refusal("package", "Triton >= 3.3", "no triton", _INSTALL)
         elif not at_least(found, "3.3"):
             yield Refusal("package_version", "Triton >= 3.3", f"triton {found}", _INSTALL)
+
+    def _refusals(self, inputs: DeltaRuleInputs, form: Form) -> Iterable[Refusal]:
+        if carry_tangents(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state):
+            needs, got = "tensors without tangents", "forward-mode differentiation, which a launch would drop"
+            return (Refusal("forward_mode", needs, got, "use TorchKernel(), or reverse mode"),)
+        return ()
 
     def _load(self) -> Iterable[Refusal]:
         if self._broken is None:

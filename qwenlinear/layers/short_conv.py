@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qwenlinear.kernels import PackedSequences
 from qwenlinear.ops.activations import ACTIVATIONS
-from qwenlinear.ops.convolution import final_state, short_convolution
+from qwenlinear.ops.convolution import check_lengths, final_state, short_convolution
 
 
 class ShortConvolution(nn.Module):
@@ -70,7 +70,8 @@ class ShortConvolution(nn.Module):
             output_final_state: whether to return the columns that the next call needs; default False.
             cu_seqlens: boundaries of packed documents (B is 1, N the documents); default None for dense input, N = B.
             lengths: ``[B]`` int64, the tokens of each row that count for its final state, the rest being padding at the
-                right; default None for all. Not together with ``cu_seqlens``.
+                right; 0 to T (checked on the CPU, clamped elsewhere); default None for all. Not together with
+                ``cu_seqlens``.
 
         Returns:
             ``[B, T, C]`` in x's dtype, and ``[N, C, W-1]`` in x's dtype or None.
@@ -94,10 +95,8 @@ class ShortConvolution(nn.Module):
             raise ValueError(
                 f"cu_seqlens needs a PackedSequences, got {type(packed).__name__}; from_cu_seqlens makes one"
             )
-        if lengths is not None and (tuple(lengths.shape) != (x.shape[0],) or lengths.dtype != torch.int64):
-            raise ValueError(
-                f"lengths needs shape [{x.shape[0]}] and int64, got {list(lengths.shape)} and {lengths.dtype}"
-            )
+        if lengths is not None:
+            check_lengths(lengths, x)
         if packed is not None and (x.shape[0] != 1 or packed.total_tokens != x.shape[1] or lengths is not None):
             raise ValueError(
                 "cu_seqlens needs a batch of one that ends where it ends, and no lengths; got x "

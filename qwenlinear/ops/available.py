@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from qwenlinear.kernels.hardware import probe
+from qwenlinear.kernels.tangents import carry_tangents
 
 MAX_WIDTH = 4
 """The widest short convolution, in taps, that the Triton kernels are written for."""
@@ -86,9 +86,7 @@ def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
     Raises:
         NotImplementedError: one carries a tangent.
     """
-    if torch.compiler.is_compiling():
-        return  # a graph that is being captured carries none
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if carry_tangents(*tensors):
         raise NotImplementedError(
             f"{name} in Triton needs tensors without tangents, got forward-mode differentiation: use reverse mode"
         )

@@ -106,6 +106,28 @@ class _ShiftedTaps(torch.autograd.Function):
         return dx, dtaps
 
 
+def check_lengths(lengths: Tensor, x: Tensor) -> None:
+    """Check the lengths of a padded batch against its tokens.
+
+    Args:
+        lengths: meant as ``[B]`` int64, each in 0 .. T.
+        x: ``[B, T, C]``.
+
+    Raises:
+        ValueError: another shape, dtype or device; on the CPU also a length below 0 or above T. Elsewhere reading them would
+            synchronise, and in a graph that is being captured they have no values yet: there :func:`final_state` clamps.
+    """
+    B, T, _ = x.shape
+    if tuple(lengths.shape) != (B,) or lengths.dtype != torch.int64:
+        raise ValueError(f"lengths needs shape [{B}] and int64, got {list(lengths.shape)} and {lengths.dtype}")
+    if lengths.device != x.device:
+        raise ValueError(f"lengths needs the device {x.device} of the tokens, got {lengths.device}")
+    if lengths.device.type == "cpu" and B and not torch.compiler.is_compiling():
+        least, most = (int(value) for value in lengths.aminmax())
+        if least < 0 or most > T:
+            raise ValueError(f"lengths needs numbers from 0 to T={T}, got {least if least < 0 else most}")
+
+
 def final_state(
     x: Tensor, width: int, state: Tensor | None, packed: PackedSequences | None, lengths: Tensor | None
 ) -> Tensor:
@@ -116,7 +138,7 @@ def final_state(
         width: W.
         state: ``[N, C, W-1]`` in x's dtype, or None for zeros.
         packed: boundaries of packed documents, or None for dense rows.
-        lengths: ``[B]`` int64, the tokens of each row that count, or None for all.
+        lengths: ``[B]`` int64, the tokens of each row that count (clamped to 0 .. T), or None for all.
 
     Returns:
         ``[N, C, W-1]`` in x's dtype, contiguous, oldest first.
@@ -135,7 +157,7 @@ def final_state(
             tail = packed.derive(("convolution.tail", width, x.device), lambda: _Tail.of_packed(packed, keep, x.device))
         else:
             assert lengths is not None
-            tail = _Tail.of(torch.arange(B, device=x.device) * T, lengths, keep)
+            tail = _Tail.of(torch.arange(B, device=x.device) * T, lengths.clamp(0, T), keep)
         taken = x.flatten(0, 1).index_select(0, tail.tokens.flatten()).view(N, keep, C)
         last = torch.where(tail.is_token, taken, past.gather(1, tail.columns.expand(N, keep, C)))
     return last.transpose(1, 2).clone(memory_format=torch.contiguous_format)

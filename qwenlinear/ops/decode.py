@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.ops.activations import ACTIVATIONS
-from qwenlinear.ops.available import why_not_fused
+from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 from qwenlinear.ops.gate import log_decay
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -53,6 +53,7 @@ def decode_prologue(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown activation, a conv_state that cannot be written to (expanded,
             or of inference mode outside of it), or a gradient that would be wanted. conv_state is unchanged then.
+        NotImplementedError: forward-mode differentiation of the Triton form, before anything is written.
 
     Example:
         >>> q, k = torch.randn(2, 3, 1, 2, 4)
@@ -66,6 +67,7 @@ def decode_prologue(
     _check(*tensors, activation)
     width, sizes = weight.shape[2], (q.shape[3], v.shape[4])
     if why_not_fused(q.device, q.dtype, activation=activation, width=width, head_dims=sizes) is None:
+        refuse_forward_mode("decode_prologue", *tensors)
         prepared: Prepared = decode_prologue_op(*tensors, l2norm)
         return prepared
     return decode_prologue_twin(*tensors, activation=activation, l2norm=l2norm)

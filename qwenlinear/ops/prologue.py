@@ -11,6 +11,7 @@ from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
+from qwenlinear.ops.convolution import check_lengths
 
 Prologue = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
@@ -54,7 +55,7 @@ def prologue(
         output_final_state: whether to return the columns that the next call needs; default False.
         packed: boundaries of packed documents (B is 1, N the documents); default None for dense rows, N = B.
         lengths: ``[B]`` int64, the tokens of each row that count for its final state, the rest being padding at the right;
-            default None for all. Not together with ``packed``.
+            0 to T (checked on the CPU, clamped elsewhere); default None for all. Not together with ``packed``.
 
     Returns:
         q and k ``[B, T, H, K]``, v ``[B, T, HV, V]``, contiguous and in qkv's dtype; g ``[B, T, HV]`` in [-1e4, 0], float32
@@ -179,17 +180,16 @@ def _check_sequences(
             "packed needs a batch of one that ends where it ends, and no lengths; got qkv "
             f"{list(qkv.shape)}, {packed.total_tokens} tokens{'' if lengths is None else ', lengths'}"
         )
-    if lengths is not None and (tuple(lengths.shape) != (B,) or lengths.dtype != torch.int64):
-        raise ValueError(f"lengths needs shape [{B}] and int64, got {list(lengths.shape)} and {lengths.dtype}")
+    if lengths is not None:
+        check_lengths(lengths, qkv)
     wanted = [B if packed is None else packed.num_sequences, C, weight.shape[2] - 1]
     if initial_state is not None and (list(initial_state.shape) != wanted or not initial_state.is_floating_point()):
         raise ValueError(
             f"initial_state needs shape {wanted} ([N, C, W-1]) and a floating dtype, got {list(initial_state.shape)} "
             f"and {initial_state.dtype}"
         )
-    for name, tensor in (("initial_state", initial_state), ("lengths", lengths)):
-        if tensor is not None and tensor.device != qkv.device:
-            raise ValueError(f"{name} needs qkv's device {qkv.device}, got {tensor.device}")
+    if initial_state is not None and initial_state.device != qkv.device:
+        raise ValueError(f"initial_state needs qkv's device {qkv.device}, got {initial_state.device}")
 
 
 # ---- the Triton form as operators ----------------------------------------------------------------------------------

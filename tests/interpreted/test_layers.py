@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, TorchKernel, ops
 from qwenlinear.layers import GatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet, projection
 from qwenlinear.ops import available
+from tests.ops.decode_cases import one_token
 
 CONFIG = GatedDeltaNetConfig(
     hidden_size=32,
@@ -189,7 +190,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
     layer.requires_grad_(False)
     fused(True)
     projected = [torch.randn(1, 3, size) for size in (CONFIG.conv_dim, 4, 4)]
-    o = torch.randn(1, 3, 4, 16)
+    o, token = torch.randn(1, 3, 4, 16), one_token(torch.float32)
     calls = {
         "prologue": lambda t: ops.prologue(
             projected[0] * t,
@@ -201,6 +202,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
             head_dims=(16, 16),
         )[0],
         "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
+        "decode_prologue": lambda t: ops.decode_prologue(**{**token, "k": token["k"] * t})[1],
     }
     one = torch.ones(())
 
@@ -214,5 +216,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
     differentiate = with_functions if way == "torch.func" else with_dual_numbers
     for name, call in calls.items():
         call(one)
+        before = token["conv_state"].clone()
         with pytest.raises(NotImplementedError, match=f"{name} in Triton needs tensors without tangents"):
             differentiate(call)
+        assert torch.equal(token["conv_state"], before)

@@ -35,6 +35,14 @@ def test_outputs_and_gradients(case: Case) -> None:
     compare(case, 1e-6)
 
 
+def test_lengths_outside_of_a_row_are_clamped_as_the_twin_clamps_them() -> None:
+    case = Case(B=3, T=7, lengths=(99, -2, 3), state=True, final=True)
+    compare(case, 1e-6)
+    inside = Case(B=3, T=7, lengths=(7, 0, 3), state=True, final=True)
+    for form in (fused_prologue, prologue_twin):
+        assert torch.equal(case.call(form, case.leaves())[5], inside.call(form, case.leaves())[5])
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
 def test_narrow_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     """The interpreter cuts bfloat16 off instead of rounding it, hence twice the tolerance of a rounding."""

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from qwenlinear import PackedSequences, TorchKernel, TritonKernel
+from qwenlinear import AutoKernel, PackedSequences, TorchKernel, TritonKernel, UnsupportedCall
 from qwenlinear.kernels import _step_triton
 from qwenlinear.kernels.triton_kernel import gated_delta_step, gated_delta_step_in_place
 from qwenlinear.testing import check_kernel
@@ -66,6 +67,32 @@ def test_a_token_that_is_exactly_repeated_is_not_lost_to_cancellation():
     want, _ = TorchKernel().step(*(x.double() for x in (k, k, v, g, beta)), 1.0, state.double())
     plain, _ = TorchKernel().step(k, k, v, g, beta, 1.0, state)
     assert relative(o, want) < max(3 * relative(plain, want), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_forward_mode_is_refused_and_goes_to_a_kernel_that_has_it(name, in_place):
+    """An operator of torch.library hands on no tangent where nothing requires gradients, and says nothing."""
+    call = random_call(1, 3, H=1, HV=2, K=8, V=8, dtype=torch.float32, N=1)
+    tangent, kept = torch.randn_like(call[name]), call["initial_state"].clone()
+
+    def differentiated(kernel):
+        with forward_ad.dual_level():
+            given = {key: x.clone() for key, x in call.items()}
+            given[name] = forward_ad.make_dual(call[name].clone(), tangent.clone())
+            state = given["initial_state"]
+            try:
+                o, _ = kernel.step(**given, output_final_state=True, state_in_place=in_place)
+            except UnsupportedCall:
+                assert torch.equal(forward_ad.unpack_dual(state).primal, kept)
+                raise
+            return forward_ad.unpack_dual(o).tangent
+
+    with pytest.raises(UnsupportedCall, match=r"\[forward_mode\] needs tensors without tangents"):
+        differentiated(InterpretedTritonKernel())
+    got = differentiated(AutoKernel([InterpretedTritonKernel(), TorchKernel()]))
+    assert torch.equal(got, differentiated(TorchKernel()))
+    assert got.abs().max() > 0
 
 
 def test_the_operators_are_well_formed():

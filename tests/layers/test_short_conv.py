@@ -197,3 +197,6 @@ def test_bad_arguments_are_named() -> None:
     for lengths in (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])):
         with pytest.raises(ValueError, match=r"lengths needs shape \[2\] and int64"):
             conv(x, lengths=lengths, output_final_state=True)
+    for lengths, got in ((torch.tensor([1, x.shape[1] + 1]), x.shape[1] + 1), (torch.tensor([-3, 1]), -3)):
+        with pytest.raises(ValueError, match=f"lengths needs numbers from 0 to T={x.shape[1]}, got {got}"):
+            conv(x, lengths=lengths, output_final_state=True)

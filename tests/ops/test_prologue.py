@@ -157,6 +157,9 @@ def test_one_document_runs_as_a_dense_row(monkeypatch) -> None:
         ({"packed": PackedSequences.from_lengths([5])}, r"ends where it ends.*5 tokens"),
         ({"packed": PackedSequences.from_lengths([4]), "lengths": torch.tensor([4])}, "no lengths"),
         ({"lengths": torch.tensor([4.0])}, r"lengths needs shape \[1\] and int64"),
+        ({"lengths": torch.tensor([5])}, r"lengths needs numbers from 0 to T=4, got 5"),
+        ({"lengths": torch.tensor([-1])}, r"lengths needs numbers from 0 to T=4, got -1"),
+        ({"lengths": torch.tensor([4], device="meta")}, "lengths needs the device cpu of the tokens, got meta"),
         ({"initial_state": torch.zeros(1, 32, 4)}, r"initial_state needs shape \[1, 32, 3\] \(\[N, C, W-1\]\)"),
         ({"initial_state": torch.zeros(1, 32, 3, device="meta")}, "initial_state needs qkv's device cpu, got meta"),
     ],
@@ -178,6 +181,18 @@ def test_compiles_to_one_graph(case: Case) -> None:
     want = run(**leaves)  # also makes what is derived from the boundaries once
     got = torch.compile(run, fullgraph=True, backend="aot_eager")(**leaves)
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_lengths_whose_values_cannot_be_read_are_clamped() -> None:
+    """In a captured graph, as on a GPU: what the Triton form does too (tests/interpreted)."""
+    case = Case(B=3, T=5, state=True, final=True)
+    leaves = case.leaves()
+
+    def run(lengths: Tensor) -> Tensor | None:
+        return prologue(**(arguments(case, leaves) | {"lengths": lengths}))[5]
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(torch.tensor([9, -2, 3]))
+    assert torch.equal(got, run(torch.tensor([5, 0, 3])))
 
 
 def test_operators_know_no_layer() -> None:
