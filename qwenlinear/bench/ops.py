@@ -32,18 +32,26 @@ def measure(session: Session, setup: Setup, cases: list[Case], rounds: int, seco
     """
     package = importlib.import_module("qwenlinear.ops")
     c = setup.config
-    sizes = {"width": c.linear_conv_kernel_dim, "head_dims": (c.linear_key_head_dim, c.linear_value_head_dim)}
-    reason = package.why_not_fused(setup.device, setup.dtype, **sizes)
-    form = "Triton" if reason is None else f"PyTorch: {reason}"
+    sizes: dict[str, dict[str, Any]] = {
+        "prologue": {
+            "width": c.linear_conv_kernel_dim,
+            "head_dims": (c.linear_key_head_dim, c.linear_value_head_dim),
+        },
+        "epilogue": {"norm_size": c.linear_value_head_dim},
+    }
+    reasons = {op: package.why_not_fused(setup.device, setup.dtype, **its) for op, its in sizes.items()}
+    forms = {op: "Triton" if reason is None else f"PyTorch: {reason}" for op, reason in reasons.items()}
     for case in cases:
         if session.late(f"the operators of {case}"):
             return
-        _measure(session, setup, case, form, rounds, seconds, package)
+        _measure(session, setup, case, forms, rounds, seconds, package)
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int, seconds: float, package: Any) -> None:
+def _measure(
+    session: Session, setup: Setup, case: Case, forms: dict[str, str], rounds: int, seconds: float, package: Any
+) -> None:
     counted = Sizes(setup.config, setup.dtype)
     calls: dict[str, Call] = {}
     for op, make in (("prologue", prologue_of), ("epilogue", epilogue_of)):
@@ -57,6 +65,7 @@ def _measure(session: Session, setup: Setup, case: Case, form: str, rounds: int,
     timings = interleave({**calls, **copies}, setup.device, rounds, seconds)
     for op in calls:
         timing, copy, size = timings[op], timings[f"copy for {op}"], counted.bytes_of(op, case.tokens)
+        form = forms[op.split()[0]]
         words = f"{form}, {eager[op]}" if eager.get(op) else form
         row: dict[str, Any] = {**case.as_row(), "op": op, "form": words, "bytes": size}
         if timing.seconds and copy.seconds:

@@ -13,7 +13,7 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import why_not_joined, why_separate
+from qwenlinear.layers.projection import projection_names, why_not_joined, why_separate
 from qwenlinear.layers.short_conv import ShortConvolution
 from qwenlinear.ops import why_not_fused
 
@@ -31,12 +31,20 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     Returns:
         One line.
     """
-    weight = getattr(layer.norm, "weight", layer.A_log)  # a norm may have been replaced
-    device, dtype = weight.device, weight.dtype
+    device, dtype = _taken(layer)
     separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
     projections = "one product" if separate is None else f"separate products ({separate})"
     prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
     return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
+
+
+def _taken(layer: Any) -> tuple[torch.device, torch.dtype]:
+    """Where a layer's input is wanted and in which dtype: its projections', whose weights may be quantised or missing."""
+    modules = (getattr(layer, name, None) for name in (*projection_names(layer), "out_proj", "norm"))
+    for weight in (getattr(module, "weight", None) for module in modules):
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1:
+            return weight.device, weight.dtype
+    return layer.A_log.device, layer.A_log.dtype
 
 
 def explain_layer(
@@ -107,7 +115,7 @@ def _epilogue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dty
     called = why_norm_is_called(layer.norm)
     if called is not None and type(layer.norm) is not GatedRMSNorm:  # which runs the operator however it is called
         return f"norm {called}"
-    reason = why_not_fused(device, dtype, head_dims=(config.linear_value_head_dim,))
+    reason = why_not_fused(device, dtype, norm_size=config.linear_value_head_dim)
     return "fused" if reason is None else f"PyTorch ({reason})"
 
 

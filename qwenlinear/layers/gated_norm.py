@@ -52,7 +52,7 @@ class GatedRMSNorm(nn.Module):
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What runs on such tensors, in words."""
-        reason = why_not_fused(device, dtype, head_dims=(self.weight.shape[0],))
+        reason = why_not_fused(device, dtype, norm_size=self.weight.shape[0])
         return "runs fused" if reason is None else f"runs in PyTorch: {reason}"
 
 

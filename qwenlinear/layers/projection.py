@@ -80,10 +80,10 @@ def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
     if why_separate(layer, config, x) is None:
         if autocast_enabled(x.device):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights = [getattr(layer, name).weight for name in _names(layer)]
-        qkv, b, a, z = _OneProduct.apply(x, _rows(config, _names(layer)), *weights)
+        weights = [getattr(layer, name).weight for name in projection_names(layer)]
+        qkv, b, a, z = _OneProduct.apply(x, _rows(config, projection_names(layer)), *weights)
         return Projected(qkv, b, a, z.unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim)))
-    if _names(layer) is FLAT:
+    if projection_names(layer) is FLAT:
         z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
         return Projected(layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x), z)
     q, k, v, z, b, a = _grouped(layer, config, x)
@@ -102,7 +102,7 @@ def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Project
     Returns:
         The parts by head.
     """
-    if _names(layer) is GROUPED:
+    if projection_names(layer) is GROUPED:
         q, k, v, z, b, a = _grouped(layer, config, x)
         return ProjectedToken(q, k, v, b, a, z)
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
@@ -161,7 +161,7 @@ def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, 
     Returns:
         One reason in words, or None.
     """
-    names = _names(layer)
+    names = projection_names(layer)
     modules: list[Any] = [getattr(layer, name) for name in names]
     for name, module, piece in zip(names, modules, _rows(config, names), strict=True):
         reason = why_not_plain(module, nn.Linear)
@@ -178,7 +178,8 @@ def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, 
     return None
 
 
-def _names(layer: Any) -> tuple[str, ...]:
+def projection_names(layer: Any) -> tuple[str, ...]:
+    """What a layer's input projections are called: :data:`GROUPED` or :data:`FLAT`."""
     return GROUPED if hasattr(layer, "in_proj_qkvz") else FLAT
 
 

@@ -28,6 +28,7 @@ def why_not_fused(
     activation: str | None = "silu",
     width: int = 1,
     head_dims: tuple[int, ...] = (),
+    norm_size: int = 1,
 ) -> str | None:
     """Why the Triton form of an operator does not run on such tensors; the PyTorch twin does then.
 
@@ -36,7 +37,8 @@ def why_not_fused(
         dtype: their dtype.
         activation: the activation after the convolution; default ``"silu"``.
         width: W, taps of the convolution; default 1 for an operator without one.
-        head_dims: sizes of the heads that are normalised; default none.
+        head_dims: K and V of a prologue, whose programs take whole heads: powers of two; default none.
+        norm_size: V of the epilogue's gated norm, any size up to 256; default 1 for an operator without one.
 
     Returns:
         One reason in words, or None where the Triton form runs. Launches nothing.
@@ -49,19 +51,22 @@ def why_not_fused(
         return f"tensors on {device.type}"
     if dtype not in _DTYPES:
         return str(dtype).removeprefix("torch.")
-    reason = why_not_these_sizes(activation, width, head_dims)
+    reason = why_not_these_sizes(activation, width, head_dims, norm_size)
     if reason is not None:
         return reason
     return _why_not_here(device)
 
 
-def why_not_these_sizes(activation: str | None, width: int, head_dims: tuple[int, ...]) -> str | None:
+def why_not_these_sizes(
+    activation: str | None, width: int, head_dims: tuple[int, ...], norm_size: int = 1
+) -> str | None:
     """The part of :func:`why_not_fused` that no machine changes.
 
     Args:
         activation: the activation after the convolution.
         width: W, taps of the convolution.
-        head_dims: sizes of the heads that are normalised.
+        head_dims: K and V of a prologue.
+        norm_size: V of a gated norm; default 1 for none.
 
     Returns:
         One reason in words, or None.
@@ -73,6 +78,8 @@ def why_not_these_sizes(activation: str | None, width: int, head_dims: tuple[int
     for size in head_dims:
         if not 1 <= size <= MAX_HEAD_DIM or size & (size - 1):
             return f"heads of {size}, not a power of two up to {MAX_HEAD_DIM}"
+    if not 1 <= norm_size <= MAX_HEAD_DIM:
+        return f"a norm over {norm_size}, more than {MAX_HEAD_DIM}"
     return None
 
 

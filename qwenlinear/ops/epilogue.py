@@ -42,7 +42,7 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(
             f"weight needs shape {list(o.shape[-1:])} on {o.device}, got {list(weight.shape)} on {weight.device}"
         )
-    if why_not_fused(o.device, o.dtype, head_dims=(o.shape[-1],)) is None:
+    if why_not_fused(o.device, o.dtype, norm_size=o.shape[-1]) is None:
         refuse_forward_mode("epilogue", o, z, weight)
         y: Tensor = gated_rms_norm_op(o, z, weight, eps)
         return y

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
-from qwenlinear.ops import _epilogue_triton
+from qwenlinear.ops import _epilogue_triton, available, epilogue
 from qwenlinear.ops.epilogue import gated_rms_norm, gated_rms_norm_op
 from tests.kernels.reference import relative
 
@@ -36,7 +38,7 @@ def with_gradients(run, o, buffer, z_of, weight, dy):
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("where", ["behind", "grouped", "every other token", "transposed"])
-@pytest.mark.parametrize(("H", "G", "V"), [(2, 2, 16), (1, 3, 32), (3, 1, 12)])
+@pytest.mark.parametrize(("H", "G", "V"), [(2, 2, 16), (1, 3, 32), (3, 1, 12), (1, 2, 20), (2, 1, 96), (1, 1, 100)])
 def test_against_float64(dtype, where, H, G, V):
     B, T = 2, 7  # more rows than two programs take in one round
     buffer, z = projected(dtype, B, T, H, G, V, where)
@@ -75,6 +77,23 @@ def test_z_is_copied_only_where_three_strides_do_not_reach_it(view, copied):
     z = view()
     laid, *_ = _epilogue_triton._laid_out(z)
     assert (laid.data_ptr() != z.data_ptr()) is copied
+
+
+@pytest.mark.parametrize("V", [96, 100, 20])
+def test_the_public_function_runs_it_at_any_size(monkeypatch, V):
+    monkeypatch.setattr(available, "_why_not_here", lambda device: None)
+
+    def on_a_gpu(device, dtype, **sizes):
+        return available.why_not_fused(torch.device("cuda"), dtype, **sizes)
+
+    monkeypatch.setattr(importlib.import_module("qwenlinear.ops.epilogue"), "why_not_fused", on_a_gpu)
+    o, z, weight = torch.randn(1, 5, 3, V), torch.randn(1, 5, 3, V), torch.randn(V)
+    assert torch.equal(epilogue(o, z, weight, EPS), gated_rms_norm_op(o, z, weight, EPS))
+    assert relative(epilogue(o, z, weight, EPS), gated_rms_norm(o.double(), z.double(), weight.double(), EPS)) < 1e-6
+    with monkeypatch.context() as patch:
+        patch.setattr(_epilogue_triton, "forward", None)
+        with pytest.raises(TypeError):
+            epilogue(o, z, weight, EPS)  # it is the launch that runs
 
 
 def test_the_weight_keeps_its_own_dtype():

@@ -56,8 +56,9 @@ def test_repr_says_what_runs() -> None:
 
 def test_what_runs_depends_on_the_size_of_a_head(monkeypatch) -> None:
     monkeypatch.setattr(available, "_why_not_here", lambda device: None)
-    said = {size: GatedRMSNorm(size).implementation(torch.device("cuda"), torch.bfloat16) for size in (128, 96)}
-    assert said == {128: "runs fused", 96: "runs in PyTorch: heads of 96, not a power of two up to 256"}
+    said = {size: GatedRMSNorm(size).implementation(torch.device("cuda"), torch.bfloat16) for size in (128, 96, 1, 300)}
+    fused = dict.fromkeys((128, 96, 1), "runs fused")
+    assert said == {**fused, 300: "runs in PyTorch: a norm over 300, more than 256"}
 
 
 def test_reset_parameters() -> None:

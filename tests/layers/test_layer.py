@@ -19,6 +19,8 @@ from qwenlinear.layers import (
     Qwen3_5GatedDeltaNet,
     Qwen3NextGatedDeltaNet,
     explain,
+    mixing,
+    projection,
 )
 from qwenlinear.ops.available import why_not_these_sizes
 
@@ -303,15 +305,46 @@ def test_a_norm_that_was_replaced_is_what_runs(make_layer) -> None:
     assert "epilogue=norm is a Identity" in repr(layer)
 
 
-@pytest.mark.parametrize(("V", "runs"), [(8, "fused"), (12, "PyTorch (heads of 12, not a power of two up to 256)")])
+@pytest.mark.parametrize(
+    ("V", "runs"), [(8, "fused"), (12, "fused"), (300, "PyTorch (a norm over 300, more than 256)")]
+)
 def test_the_epilogue_depends_on_the_size_of_a_head(layer_class, config, monkeypatch, V, runs) -> None:
-    def sizes_alone(device, dtype, head_dims):
-        return why_not_these_sizes("silu", 1, head_dims)
+    def sizes_alone(device, dtype, norm_size):
+        return why_not_these_sizes("silu", 1, (), norm_size)
 
     monkeypatch.setattr(explain, "why_not_fused", sizes_alone)
     layer = layer_class(dataclasses.replace(config, linear_value_head_dim=V), TorchKernel())
     assert f"epilogue: {runs}" in layer.explain(torch.empty(1, 12, 32))
     assert f"epilogue={runs}" in repr(layer)
+
+
+class Quantised(torch.nn.Module):
+    """Stands for a projection whose weight is no floating tensor."""
+
+    weight = torch.zeros(8, 32, dtype=torch.int8)
+
+
+def test_repr_is_of_a_call_in_the_projections_dtype(make_layer, monkeypatch) -> None:
+    """Others keep norms in float32, and some quantise projections."""
+
+    def in_bfloat16(device, dtype, **sizes):
+        return None if dtype == torch.bfloat16 else str(dtype)
+
+    for module in (explain, mixing):
+        monkeypatch.setattr(module, "why_not_fused", in_bfloat16)
+    layer = make_layer(dtype=torch.float32).to("meta").bfloat16()
+    layer.norm.float()
+    assert "projections=one product, prologue=fused, epilogue=fused" in repr(layer)
+    first, *others = projection.projection_names(layer)
+    getattr(layer, first).float()
+    assert "projections=separate products (weights and input are of several dtypes)" in repr(layer)
+    setattr(layer, first, Quantised())
+    assert f"projections=separate products ({first} is a Quantised), prologue=fused, epilogue=fused" in repr(layer)
+    for name in others:
+        setattr(layer, name, Quantised())
+    assert "prologue=fused, epilogue=fused" in repr(layer)  # what the output projection takes
+    layer.out_proj.float()
+    assert "prologue=PyTorch (torch.float32), epilogue=PyTorch (torch.float32)" in repr(layer)
 
 
 def test_explain(make_layer, recording_kernel) -> None:

@@ -29,6 +29,9 @@ def test_reasons_in_words(on) -> None:
     on((9, 0))
     assert why_not_fused(CUDA, torch.bfloat16, activation="silu", width=4, head_dims=(128, 256)) is None
     assert why_not_fused(CUDA, torch.float16, activation="swish", width=1) is None
+    assert all(why_not_fused(CUDA, torch.bfloat16, norm_size=size) is None for size in (1, 20, 96, 100, 128, 256))
+    assert why_not_fused(CUDA, torch.bfloat16, norm_size=257) == "a norm over 257, more than 256"
+    assert why_not_fused(CUDA, torch.bfloat16, head_dims=(128, 96), norm_size=96) is not None
     assert why_not_fused(torch.device("cpu"), torch.bfloat16) == "tensors on cpu"
     assert why_not_fused(CUDA, torch.float64) == "float64"
     assert why_not_fused(CUDA, torch.float32, activation="gelu") == "activation gelu"
