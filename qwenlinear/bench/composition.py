@@ -87,15 +87,14 @@ class CommonComposition(nn.Module):
         o = self.parts.recur(q, k, v, self._decay(a), b.sigmoid(), cu_seqlens)
         return self._output(o, z)
 
-    def step(self, x: Tensor, columns: Tensor, state: Tensor) -> Tensor:
-        """One token: ``[B, 1, hidden]`` to the same; ``columns`` and ``state`` keep their memory, as a CUDA graph needs."""
+    def step(self, x: Tensor, columns: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One token: ``[B, 1, hidden]`` to the same, and the new state; ``columns`` is updated in place."""
         layer = self.layer
         mixed, z = layer.in_proj_qkv(x), layer.in_proj_z(x)
         b, a = layer.in_proj_b(x), layer.in_proj_a(x)
         q, k, v = self._heads(self.parts.update(mixed, columns, layer.conv1d.weight))
         o, new = self.parts.step(q, k, v, self._decay(a), b.sigmoid(), state)
-        state.copy_(new)
-        return self._output(o, z)
+        return self._output(o, z), new
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.layer.config

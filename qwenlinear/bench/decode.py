@@ -210,9 +210,9 @@ class Bench:
             return None
         return str(row["reason"]) if "reason" in row else f"wrong against float64: {row['error']}"
 
-    def _call(self, one: Decoder, x: Tensor, out: list[Tensor] | None = None) -> Call:
-        """One token through each layer; ``out`` takes the last answer."""
-        layers = self.layers[one.name]
+    def _call(self, one: Decoder, x: Tensor, out: list[Tensor] | None = None, graph: bool = False) -> Call:
+        """One token through each layer, eagerly or as a graph needs it; ``out`` takes the last answer."""
+        layers, step = self.layers[one.name], one.step_in_graph if graph else one.step
         with torch.no_grad():
             prompt = x.expand(-1, 2, -1)
             states = [one.start(layer, prompt) for layer in layers]
@@ -220,7 +220,7 @@ class Bench:
         @torch.no_grad()
         def call() -> None:
             for layer, state in zip(layers, states, strict=True):
-                y = one.step(layer, x, state)
+                y = step(layer, x, state)
             if out is not None:
                 out[:] = [y]
 
@@ -231,7 +231,7 @@ class Bench:
     def _graph(self, one: Decoder, x: Tensor, facts: dict[str, Any]) -> Call:
         """The captured step, held against the eager one; whether a replay goes on from the state that the last one left."""
         out: list[Tensor] = []
-        step, calls = self._call(one, x, out), 0
+        step, calls = self._call(one, x, out, graph=True), 0
 
         def counted() -> None:
             nonlocal calls

@@ -41,6 +41,10 @@ class Decoder:
         """One token: ``[B, 1, hidden]`` to the same; ``state`` holds the new states afterwards."""
         raise NotImplementedError
 
+    def step_in_graph(self, layer: nn.Module, x: Tensor, state: Any) -> Tensor:
+        """The same for a CUDA graph, whose replays find the new states only where the old ones were."""
+        return self.step(layer, x, state)
+
     def describe(self, layer: nn.Module, x: Tensor) -> str:
         """What really runs, in words, where the module can tell."""
         return self.note
@@ -90,30 +94,37 @@ class OfTransformers(Decoder):
 
 
 class OfComposition(Decoder):
-    """The common composition around FLA's recurrent function (or a kernel's step), states kept where they are."""
+    """The common composition around FLA's recurrent function (or a kernel's step), which leaves a new state."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
         what = "fused_recurrent" if kernel == "fla" else "step"
         super().__init__(
-            f"common composition, {parts_of(kernel).name} {what}", "the new state is copied back, as a CUDA graph needs"
+            f"common composition, {parts_of(kernel).name} {what}",
+            "eager: the new state takes the old one's place; in a CUDA graph it is copied back, as a replay needs",
         )
 
     def build(self, setup: Setup) -> nn.Module:
         return CommonComposition(setup.layer(TorchKernel()), parts_of(self._kernel).loaded()).eval()
 
-    def start(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def start(self, layer: nn.Module, x: Tensor) -> list[Tensor]:
         c = cast(CommonComposition, layer).layer.config
         B, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
         columns = x.new_zeros(B, c.conv_dim, c.linear_conv_kernel_dim)
         heads = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-        state = torch.zeros(B, *heads, device=x.device, dtype=wide)
+        states = [columns, torch.zeros(B, *heads, device=x.device, dtype=wide)]
         for token in x.split(1, 1):
-            self.step(layer, token, (columns, state))
-        return columns, state
+            self.step(layer, token, states)
+        return states
 
     def step(self, layer: nn.Module, x: Tensor, state: Any) -> Tensor:
-        return cast(CommonComposition, layer).step(x, *state)
+        y, state[1] = cast(CommonComposition, layer).step(x, *state)
+        return y
+
+    def step_in_graph(self, layer: nn.Module, x: Tensor, state: Any) -> Tensor:
+        y, new = cast(CommonComposition, layer).step(x, *state)
+        state[1].copy_(new)
+        return y
 
 
 def _sizes(layer: nn.Module) -> dict[str, Any]:

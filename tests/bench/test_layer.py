@@ -321,6 +321,23 @@ def test_a_decode_run(tmp_path) -> None:
         assert (tmp_path / "decode-batch.png").stat().st_size > 1000
 
 
+def test_the_composition_copies_its_state_for_a_graph_alone() -> None:
+    """What a peer would not do eagerly, it is not charged for."""
+    setup, (one,) = _setup(), decoders(["composition"], ["torch"])
+    module = one.build(setup)
+    x = layer_gate.draw(setup, 6, 1)
+    want = layer_gate.plain_truth(setup, x, (6,))["output"][:, 3:]
+    for step, stays in ((one.step, False), (one.step_in_graph, True)):
+        with torch.no_grad():
+            states = one.start(module, x[:, :3])
+            (columns, held), kept = states, states[1].clone()
+            got = torch.cat([step(module, x[:, t : t + 1], states) for t in range(3, 6)], 1)
+        assert states[0] is columns
+        assert (states[1] is held) is stays
+        assert torch.equal(held, kept) is not stays
+        assert (got.double() - want).norm() < 1e-5 * want.norm()
+
+
 def test_transformers_decodes_beside_ours() -> None:
     pytest.importorskip("transformers")
     setup = _setup()
