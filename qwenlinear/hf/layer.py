@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qwenlinear.hf.boundaries import documents_of_layer_call
-from qwenlinear.hf.states import last_columns, read_states, write_states
+from qwenlinear.hf.states import last_columns, read_states, write_states, writing
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.kernels.writable import why_not_writable
@@ -75,7 +75,8 @@ class InjectedForward:
 
         Raises:
             ValueError: an argument that does not fit, or boundaries with a cache or with padding.
-            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged.
+            UnsupportedCall: the kernel refuses the call. After any error the cache is unchanged, or, where its states were
+                being written, refuses further calls until it is reset.
         """
         if cache is not None and cache_params is not None:
             raise ValueError("cache and cache_params need to come one without the other, got both")
@@ -175,7 +176,7 @@ def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: Packed
 
 def _in_place(layer: Any, kernel: GatedDeltaKernel, x: Tensor, recurrent_state: Tensor) -> bool:
     """Whether a call decodes one token and may write the recurrent state where the cache has it; all that follows the write
-    is plain, so that it cannot fail."""
+    is plain, so that it fails only where memory or the device does."""
     return (
         x.shape[1] == 1
         and not torch.is_grad_enabled()
@@ -195,14 +196,16 @@ def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tenso
     """One token: the recurrent state is written in place; the convolution's goes through the cache's own method."""
     c, kernel = injection.config, injection.kernel
     token = project_token(layer, c, x)
-    check_step(kernel, token, recurrent_state)
-    with _hooks_fired(layer.conv1d):
-        state = past.to(token.q.dtype, copy=True, memory_format=torch.contiguous_format)
-        o = decode_in_place(c, kernel, token, _weights(layer), state, recurrent_state)
-        o = epilogue(o.view_as(token.z), token.z, layer.norm.weight, c.rms_norm_eps)
-    output: Tensor = layer.out_proj(o.flatten(2))
-    newest = state[..., -1:].transpose(1, 2)
-    write_states(cache, layer.layer_idx, newest, past, recurrent_state, c.linear_conv_kernel_dim)
+    weights = _weights(layer)
+    check_step(c, kernel, token, weights, recurrent_state)
+    with writing(cache, layer.layer_idx):
+        with _hooks_fired(layer.conv1d):
+            state = past.to(token.q.dtype, copy=True, memory_format=torch.contiguous_format)
+            o = decode_in_place(c, kernel, token, weights, state, recurrent_state)
+            o = epilogue(o.view_as(token.z), token.z, layer.norm.weight, c.rms_norm_eps)
+        output: Tensor = layer.out_proj(o.flatten(2))
+        newest = state[..., -1:].transpose(1, 2)
+        write_states(cache, layer.layer_idx, newest, past, recurrent_state, c.linear_conv_kernel_dim)
     return output
 
 

@@ -6,11 +6,15 @@ A linear-attention slot holds the last W columns of the convolution's input ``[B
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_TORN = "_qwenlinear_torn"  # what a slot has while a call writes to it, and afterwards where that failed
 
 
 def read_states(cache: Any, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
@@ -23,13 +27,43 @@ def read_states(cache: Any, layer_idx: int) -> tuple[Tensor | None, Tensor | Non
     Returns:
         ``[B, C, columns]`` the convolution's past input, oldest first (usually W columns, more while the cache records
         its past) and ``[B, HV, K, V]``; both None before the first call.
+
+    Raises:
+        ValueError: the states are some that a failed call had begun to write (:func:`writing`).
     """
     if hasattr(cache, "get_conv_state"):
-        return cache.get_conv_state(layer_idx), cache.get_recurrent_state(layer_idx)
-    if not cache.has_previous_state(layer_idx):
+        states = cache.get_conv_state(layer_idx), cache.get_recurrent_state(layer_idx)
+    elif not cache.has_previous_state(layer_idx):
         return None, None
-    layer = cache.layers[layer_idx]
-    return _first(layer.conv_states), _first(layer.recurrent_states)
+    else:
+        layer = cache.layers[layer_idx]
+        states = _first(layer.conv_states), _first(layer.recurrent_states)
+    if any(state is not None for state in states) and hasattr(cache.layers[layer_idx], _TORN):
+        raise ValueError(
+            f"cache needs whole states, got some of layer {layer_idx} that a failed call had begun to write; take a new cache "
+            "or reset() this one and run its sequences again, or go on from a copy made before that call"
+        )
+    return states
+
+
+@contextmanager
+def writing(cache: Any, layer_idx: int) -> Iterator[None]:
+    """Around the writes of a call: what fails in between leaves states that no injected layer goes on from.
+
+    The mark lies on the slot itself, so that a copy of the cache has it too and a reset slot, which has no past, is free of
+    it at once. Compiled code is one graph here: it would set and drop the mark only after it ran.
+
+    Args:
+        cache: a Transformers ``Cache``.
+        layer_idx: the layer's slot.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    slot = cache.layers[layer_idx]
+    setattr(slot, _TORN, True)
+    yield
+    vars(slot).pop(_TORN, None)  # nested, the inner one was faster
 
 
 def last_columns(past: Tensor | None, count: int) -> Tensor | None:
@@ -64,12 +98,14 @@ def write_states(
     columns = mixed.transpose(1, 2)
     recording = getattr(cache, "is_recording_past", None)
     if recording is not None and recording(layer_idx):  # every column, for a rollback by `crop`
-        cache.update_conv_state(columns, layer_idx, conv_kernel_size=width)
+        options = {"conv_kernel_size": width}
     else:
         recent = columns if past is None else torch.cat([past.to(columns.dtype), columns], -1)
         recent = recent[..., -width:]
-        cache.update_conv_state(F.pad(recent, (width - recent.shape[-1], 0)), layer_idx)
-    cache.update_recurrent_state(recurrent_state, layer_idx)
+        columns, options = F.pad(recent, (width - recent.shape[-1], 0)), {}
+    with writing(cache, layer_idx):
+        cache.update_conv_state(columns, layer_idx, **options)
+        cache.update_recurrent_state(recurrent_state, layer_idx)
 
 
 def _first(states: Any) -> Tensor:

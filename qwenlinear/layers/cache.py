@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from qwenlinear.kernels.tangents import forward_mode
 from qwenlinear.kernels.writable import why_not_writable
 
 
@@ -114,7 +115,7 @@ class GatedDeltaNetCache:
             dtype: of the activations.
             ask: raises where it refuses.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or forward_mode():  # tangents come with a call, not with the states
             ask()
         elif self._agreed is None or self._agreed[0] is not kernel or self._agreed[1] != dtype:
             ask()

@@ -168,13 +168,12 @@ class GatedDeltaNet(nn.Module, ABC):
         conv_state, recurrent_state = cache.conv_state, cache.recurrent_state
         assert conv_state is not None
         assert recurrent_state is not None
-        token = project_token(self, self.config, hidden_states)
-        cache.agreed(self.kernel, token.q.dtype, lambda: check_step(self.kernel, token, recurrent_state))
+        config, kernel, weights = self.config, self.kernel, self._weights()
+        token = project_token(self, config, hidden_states)
+        cache.agreed(kernel, token.q.dtype, lambda: check_step(config, kernel, token, weights, recurrent_state))
         with cache.writing():
             with without_autocast(hidden_states.device):
-                o = decode_in_place(
-                    self.config, self.kernel, token, self._weights(), conv_state, recurrent_state
-                ).view_as(token.z)
+                o = decode_in_place(config, kernel, token, weights, conv_state, recurrent_state).view_as(token.z)
                 norm = self.norm
                 o = epilogue(o, token.z, norm.weight, norm.eps)
             output: Tensor = self.out_proj(o.flatten(2))

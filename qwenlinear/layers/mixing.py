@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
+from qwenlinear.kernels.tangents import forward_mode
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.padding import RightPadding
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import Projected, ProjectedToken
 from qwenlinear.ops import decode_prologue, prologue, why_not_fused
+from qwenlinear.ops.available import refuse_forward_mode
 
 
 class MixingWeights(NamedTuple):
@@ -236,17 +238,28 @@ def decode_in_place(
     return o
 
 
-def check_step(kernel: GatedDeltaKernel, token: ProjectedToken, recurrent_state: Tensor) -> None:
+def check_step(
+    config: GatedDeltaNetConfig,
+    kernel: GatedDeltaKernel,
+    token: ProjectedToken,
+    weights: MixingWeights,
+    recurrent_state: Tensor,
+) -> None:
     """Ask a kernel before anything is written whether it takes a step; what it will get has the shapes of what is there.
 
     Args:
+        config: the layer's sizes.
         kernel: the injected one.
         token: the projections.
+        weights: the layer's own.
         recurrent_state: ``[B, HV, K, V]``.
 
     Raises:
         UnsupportedCall: it refuses.
+        NotImplementedError: forward-mode derivatives, which the fused prologue has not.
     """
+    if forward_mode() and why_not_fused_prologue(config, token.q.device, token.q.dtype) is None:
+        refuse_forward_mode("decode_prologue", *token, *weights)
     B, HV, _, V = recurrent_state.shape
     v, beta = token.v.new_empty(B, 1, HV, V), token.b.new_empty(B, 1, HV)  # shapes and dtypes are what is asked about
     g = recurrent_state[:, None, :, 0, 0]

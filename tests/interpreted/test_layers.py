@@ -184,6 +184,20 @@ def test_decoding(layer, fused) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@torch.no_grad()
+def test_decoding_refuses_forward_mode_before_it_writes(layer, fused) -> None:
+    cache, x = GatedDeltaNetCache(), torch.randn(2, 6, 32)
+    for piece in x.split([3, 1, 1, 1], 1)[:3]:
+        layer(piece, cache=cache)  # the second and third in place, after the kernel was asked
+    fused(True)
+    held = cache.copy()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decode_prologue in Triton needs"):
+        layer(forward_ad.make_dual(x[:, 5:], torch.ones_like(x[:, 5:])), cache=cache)
+    for name in ("conv_state", "recurrent_state"):
+        assert torch.equal(getattr(cache, name), getattr(held, name))
+    torch.testing.assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["dual numbers", "torch.func"])
 def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
     """Where nothing requires gradients an operator of torch.library hands on no tangent, and says nothing."""

@@ -8,9 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from qwenlinear.errors import Refusal, UnsupportedCall
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel, KernelCapabilities, PackedSequences, Tolerance, TorchKernel
+from qwenlinear.kernels.tangents import carry_tangents
 from qwenlinear.layers import GatedDeltaNetBlock, GatedDeltaNetCache
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -223,6 +225,32 @@ def test_copies_are_apart_and_keep_decoding_in_place(make_layer) -> None:
     places = memory(cache)
     layer(token, cache=cache)
     assert memory(cache) == places
+
+
+@torch.no_grad()
+def test_a_kernel_is_asked_about_tangents_when_they_come(make_layer) -> None:
+    """Its answer of an earlier token does not hold for a dual number; where it takes one, the derivative is right."""
+
+    class Primal(TorchKernel):
+        def _refusals(self, inputs, form):
+            if carry_tangents(inputs.q):
+                yield Refusal("forward_mode", "tensors without tangents", "some", "use TorchKernel()")
+
+    layer, x, h = make_layer(Primal()), rand(2, 6, 32), 1e-6
+    cache, tangent = GatedDeltaNetCache(), rand(2, 1, 32)
+    for piece in x.split([3, 1, 1, 1], 1)[:3]:
+        layer(piece, cache=cache)
+    held = cache.copy()
+    ahead, behind = (layer(x[:, 5:] + step * tangent, cache=cache.copy()) for step in (h, -h))
+    with forward_ad.dual_level():
+        token = forward_ad.make_dual(x[:, 5:], tangent)
+        with pytest.raises(UnsupportedCall, match="forward_mode"):
+            layer(token, cache=cache)
+        assert same(values(cache), values(held))
+        layer.kernel = TorchKernel()
+        assert IN_PLACE in layer.explain(token, cache=cache)
+        got = forward_ad.unpack_dual(layer(token, cache=cache)).tangent
+    torch.testing.assert_close(got, (ahead - behind) / (2 * h), rtol=1e-6, atol=1e-8)
 
 
 @torch.no_grad()
