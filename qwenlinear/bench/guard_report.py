@@ -178,8 +178,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks([x + 0.3 for x in range(len(rows))], [r["collective"] for r in rows], rotation=30, ha="right")
     axes.set_ylabel("microseconds a call")
     axes.set_yscale("log")
-    axes.set_title(f"{_setting(results)}, {_data(data)}, {most} live tensors, {results['machine']}")
-    axes.legend()
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis(lambda us, _: f"{us:g}" if f"{us:g}"[0] in "125" else "")
+    axes.set_title(f"{_setting(results)}, {_data(data)}, {most} live tensors, {results['machine']}", pad=28)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(sides), frameon=False, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -233,11 +233,12 @@ def _plot_floor(results: Results, path: Path) -> bool:
             axis.text(left, y, f" {left:.2f}", va="center", fontsize=7)
         axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
         axis.invert_yaxis()
-        axis.set(xlabel="ms", title=f"{case}, {mode}")
+        axis.set(xlabel="ms", title=f"{case}, {mode}", xlim=(0.0, 1.08 * axis.get_xlim()[1]))
         axis.grid(alpha=0.3, axis="x")
     legend = [(COLOURS[0], "matrix products"), (COLOURS[1], "kernel alone"), (COLOURS[2], "bytes over copy bandwidth")]
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour, label=label) for colour, label in legend]
-    axes[0][0].legend(handles=handles, fontsize=7, loc="lower right", title="floor", title_fontsize=7)
+    above = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.12), "ncol": 3, "frameon": False}
+    axes[0][0].legend(handles=handles, fontsize=8, title="the floor's parts", title_fontsize=8, **above)
     return _finish(figure, path, results)
 
 
