@@ -22,7 +22,9 @@ def why_not_writable(name: str, tensor: Tensor) -> str | None:
         >>> why_not_writable("a state", torch.zeros(3, 2)) is None
         True
     """
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if not tensor.is_contiguous() and any(  # an expanded tensor is not: nearly every call ends here
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         return (
             f"{name} with memory of its own for each element, got an expanded one (strides {list(tensor.stride())}): "
             "clone() it"

@@ -106,15 +106,16 @@ def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Project
         q, k, v, z, b, a = _grouped(layer, config, x)
         return ProjectedToken(q, k, v, b, a, z)
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    q, k, v = torch.split(layer.in_proj_qkv(x), [config.key_dim, config.key_dim, config.value_dim], -1)
-    G = config.linear_num_value_heads // H
+    B, G, key_dim = x.shape[0], config.linear_num_value_heads // H, H * K
+    # methods of the tensor itself: `unflatten` and `split` are Python around them, at every token
+    q, k, v = layer.in_proj_qkv(x).split_with_sizes((key_dim, key_dim, H * G * V), -1)
     return ProjectedToken(
-        q.unflatten(-1, (H, K)),
-        k.unflatten(-1, (H, K)),
-        v.unflatten(-1, (H, G, V)),
-        layer.in_proj_b(x).unflatten(-1, (H, G)),
-        layer.in_proj_a(x).unflatten(-1, (H, G)),
-        layer.in_proj_z(x).unflatten(-1, (H, G, V)),
+        q.view(B, 1, H, K),
+        k.view(B, 1, H, K),
+        v.view(B, 1, H, G, V),
+        layer.in_proj_b(x).view(B, 1, H, G),
+        layer.in_proj_a(x).view(B, 1, H, G),
+        layer.in_proj_z(x).view(B, 1, H, G, V),
     )
 
 
@@ -187,10 +188,11 @@ def _grouped(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> tuple[Tensor
     """q, k, v, z, b, a by key head, views: ``[B, T, H, K]`` twice, ``[B, T, H, G, V]`` twice, ``[B, T, H, G]`` twice."""
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
     G = config.linear_num_value_heads // H
-    by_head = layer.in_proj_qkvz(x).unflatten(-1, (H, 2 * K + 2 * G * V))
-    q, k, v, z = torch.split(by_head, [K, K, G * V, G * V], -1)
-    b, a = torch.split(layer.in_proj_ba(x).unflatten(-1, (H, 2 * G)), [G, G], -1)
-    return q, k, v.unflatten(-1, (G, V)), z.unflatten(-1, (G, V)), b, a
+    B, T, _ = x.shape
+    by_head = layer.in_proj_qkvz(x).view(B, T, H, 2 * K + 2 * G * V)
+    q, k, v, z = by_head.split_with_sizes((K, K, G * V, G * V), -1)
+    b, a = layer.in_proj_ba(x).view(B, T, H, 2 * G).split_with_sizes((G, G), -1)
+    return q, k, v.view(B, T, H, G, V), z.view(B, T, H, G, V), b, a
 
 
 # ---- one product ---------------------------------------------------------------------------------------------------
