@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of training between rollouts (default 3)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a round (default 5)")
     args = parser.parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        parser.error("needs torchrun: torchrun --standalone --nproc-per-node 2 examples/guarded_training.py")
 
     gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

@@ -26,16 +26,22 @@ BENCHES: dict[str, tuple[str, str]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qwenlinear", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="qwenlinear", description="Gated DeltaNet layers: what runs here, warming up, generating, measuring."
+    )
     parser.add_argument("--version", action="version", version=f"qwenlinear {qwenlinear.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
-        _add(commands.add_parser(name, help=text), module)
-    bench = commands.add_parser("bench", help="measure, with both sides in one run")
+        _add(commands.add_parser(name, help=text, description=_sentence(text)), module)
+    bench = commands.add_parser("bench", help="measure, with both sides in one run", description="Measure.")
     names = bench.add_subparsers(dest="bench", required=True)
     for name, (module, text) in BENCHES.items():
-        _add(names.add_parser(name, help=text), module)
+        _add(names.add_parser(name, help=text, description=_sentence(text)), module)
     return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _add(parser: argparse.ArgumentParser, module: str) -> None:

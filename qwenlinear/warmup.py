@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device) if args.device else _default_device()
     try:
         if not (args.tokens or args.packed or args.decode):
-            raise ValueError("warmup needs a shape: --tokens T, --packed NxL or --decode B")
+            raise ValueError("needs a shape: --tokens T, --packed NxL or --decode B")
         layer = _layer(args, device)
         if args.first_step:
             return _first_step(args, layer, begin)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             print("No GPU: PyTorch's own operators run here, and there is nothing to compile or tune.")
         rows = _run_all(dict(_works(args, layer)), device)
     except (UnsupportedCall, ValueError, RuntimeError) as error:
-        print(f"warmup: {error}", file=sys.stderr)
+        print(f"qwenlinear warmup: {error}", file=sys.stderr)
         return 2
     for name, first, again in rows:
         print(f"{name:40s} first call {first:8.2f} s, then {again * 1e3:9.2f} ms")
@@ -291,7 +291,7 @@ def _verify(args: argparse.Namespace, environment: dict[str, str]) -> int:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**environment, "PYTHONPATH": path})
     whole = time.perf_counter() - begin
     if done.returncode:
-        print(f"warmup: the new process failed:\n{(done.stderr or done.stdout)[-2000:]}", file=sys.stderr)
+        print(f"qwenlinear warmup: the new process failed:\n{(done.stderr or done.stdout)[-2000:]}", file=sys.stderr)
         return 2
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     what = "training step" if args.train and (args.tokens or args.packed) else "call"

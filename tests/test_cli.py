@@ -65,7 +65,7 @@ def test_a_usage_error(words: tuple[str, ...], told: str, capsys: pytest.Capture
 
 
 def test_documents_of_unequal_length_and_a_missing_transformers(monkeypatch, capsys) -> None:
-    for found, told in ((object(), "multiple of --documents, got 10 and 3"), (None, "pip install 'qwenlinear[hf]'")):
+    for found, told in ((object(), "multiple of --documents, got 10 and 3"), (None, "pip install 'transformers>=5.6'")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
         with pytest.raises(SystemExit):
             cli.main([*MODEL, "--tokens", "10", "--documents", "3"])

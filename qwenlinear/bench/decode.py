@@ -48,9 +48,15 @@ _COPIED = {"cuda": 2**30, "cpu": 2**26}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
     add_size_arguments(parser)
-    parser.add_argument("--batch", type=usage.whole(1), nargs="+", help="sequences; default: 1 8 64 256 (GPU)")
     parser.add_argument(
-        "--kernels", type=usage.kernel(), nargs="+", metavar="NAME", help="of our layer; default: auto fla (GPU)"
+        "--batch", type=usage.whole(1), nargs="+", help="sequences; default: 1 8 (CPU), 1 8 64 256 (GPU)"
+    )
+    parser.add_argument(
+        "--kernels",
+        type=usage.kernel(),
+        nargs="+",
+        metavar="NAME",
+        help="of our layer; default: torch (CPU), auto fla (GPU)",
     )
     parser.add_argument(
         "--contenders", nargs="+", choices=KINDS, default=list(KINDS), help="who takes part (default: all)"
@@ -137,7 +143,8 @@ class Bench:
             except Exception as failure:
                 row["error"] = f"{type(failure).__name__}: {failure}"[:1000]
             self.results["gate"].append(row)
-            say(f"gate {one.name}: {row}")
+            told = f"{row['share']:.3g} of what is allowed" if "share" in row else row["error"]
+            say(f"gate {one.name}: {told:.150}")
 
     @torch.no_grad()
     def _error(self, one: Decoder, x: Tensor, wanted: Tensor) -> float:

@@ -58,29 +58,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options to a parser."""
     add_size_arguments(parser)
     parser.add_argument(
-        "--tokens", type=usage.whole(1), nargs="*", help="lengths of one sequence; default: 32768 (GPU)"
+        "--tokens", type=usage.whole(1), nargs="*", help="lengths of one sequence; default: 1024 (CPU), 32768 (GPU)"
     )
     parser.add_argument(
         "--packed",
         type=usage.numbers("NxL", "x"),
         nargs="*",
         metavar="NxL",
-        help="documents x tokens; default: 8x4096 (GPU)",
+        help="documents x tokens; default: 8x128 (CPU), 8x4096 (GPU)",
     )
     parser.add_argument(
         "--kernels",
         type=usage.kernel(),
         nargs="+",
         metavar="NAME",
-        help="auto, torch, fla, flashqla or package.module:Class",
+        help="auto, torch, fla, flashqla or package.module:Class; default: torch (CPU), flashqla fla (GPU)",
     )
     parser.add_argument(
         "--contenders", nargs="+", choices=KINDS, default=list(KINDS), help="who takes part (default: all)"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
-    parser.add_argument("--gradient-tokens", type=usage.whole(1), help="T of the part gradients; default: 2048 (GPU)")
     parser.add_argument(
-        "--flat-tokens", type=usage.whole(1), nargs="+", help="T of the part flat; default: 8192 to 131072 (GPU)"
+        "--gradient-tokens", type=usage.whole(1), help="T of the part gradients; default: 256 (CPU), 2048 (GPU)"
+    )
+    parser.add_argument(
+        "--flat-tokens",
+        type=usage.whole(1),
+        nargs="+",
+        help="T of the part flat; default: 1024 to 4096 (CPU), 8192 to 131072 (GPU)",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-layer"), help="folder for JSON, Markdown and plots")
 
@@ -184,7 +189,8 @@ class Bench:
                 continue
             row = layer_gate.check(one, self.layers[one.name], self.setup, known)
             self.results["gate"].append(row)
-            say(f"gate {one.name}: {row['dense']!s:.100} | {row['packed']!s:.100} of what is allowed")
+            told = [f"{kind} {_allowed(row[kind])}" for kind in ("dense", "packed") if row[kind] is not None]
+            say(f"gate {one.name}: {', '.join(told)}")
 
     def times(self) -> None:
         """Forward, and forward with backward, of every case, and the parts of the floor in the same rounds."""
@@ -220,7 +226,8 @@ class Bench:
                 row["error"] = timing.error
             self.results["times"].append(row)
             shown = f"{row['ms']:.3f} ms" if "ms" in row else f"{row['error']!s:.90}"
-            say(f"{case} {_mode(train)} {one.name}: {shown}, {row.get('over_floor', 0):.3f} of the floor")
+            above = f", {row['over_floor']:.3f} of the floor" if "over_floor" in row else ""
+            say(f"{case} {_mode(train)} {one.name}: {shown}{above}")
         self._forget()
 
     def _floors(self, timings: dict[str, Timing]) -> dict[str, dict[str, Timing]]:
@@ -332,11 +339,7 @@ class Bench:
         kind = "dense" if packed is None else "packed"
         row = next(row for row in self.results["gate"] if row["contender"] == one.name)
         if kind not in row["passed"]:
-            return (
-                row[kind]
-                if isinstance(row[kind], str)
-                else f"wrong against float64: {row[kind]:.3g} of what is allowed"
-            )
+            return row[kind] if isinstance(row[kind], str) else f"wrong against float64: {_allowed(row[kind])}"
         return one.why_not(self.layers[one.name], x, packed)
 
     def _interleaved(self, calls: dict[str, Call]) -> dict[str, Timing]:
@@ -366,6 +369,11 @@ def _call(one: LayerContender, layer: nn.Module, x: Tensor, packed: PackedSequen
     wanted = [x, *layer.parameters()]
     dy = layer_gate.cotangent(x)
     return lambda: torch.autograd.grad(one.run(layer, x, packed), wanted, dy)
+
+
+def _allowed(share: float | str) -> str:
+    """A share of the gate's limit in words, or why there is none."""
+    return f"{share:.150}" if isinstance(share, str) else f"{share:.3g} of what is allowed"
 
 
 def _above(timing: Timing, floors: dict[str, dict[str, Timing]], kernel: str | None) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: documents of unequal length, or Transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise usage.UsageError("Transformers is needed: pip install 'qwenlinear[hf]'")
+        raise usage.UsageError("Transformers is needed: pip install 'transformers>=5.6'")
     if args.tokens % args.documents:
         raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
@@ -170,7 +170,9 @@ class Bench:
                 row |= {"tokens_per_second": tokens / timing.median, "rounds": len(timing.seconds)}
                 row["speedup"] = timing.ratio(base)
             self.results["rows"].append(row)
-            print(f"# {part} {name}: {row.get('tokens_per_second', row.get('error'))!s:.200}", file=sys.stderr)
+            rate = row.get("tokens_per_second")
+            shown = _reason(row.get("error")) if rate is None else f"{rate:,.0f} tokens/s"
+            print(f"# {part} {name}: {shown}", file=sys.stderr)
 
     def _on(self, side: Side, work: Work, name: str) -> Callable[[], object]:
         def call() -> None:
@@ -325,7 +327,12 @@ def markdown(results: dict[str, Any]) -> str:
         Markdown.
     """
     lines = [machine.header(results["machine"]), "", f"`{results['command']}`", ""]
-    lines += [f"Losses and gradient norms of all sides agree: {'yes' if results['losses_agree'] else 'NO'}.", ""]
+    trained = sum(row["part"] == "train" and "tokens_per_second" in row for row in results["rows"])
+    if trained > 1:
+        agree = "agree" if results["losses_agree"] else "DO NOT AGREE"
+        lines += [f"The losses and gradient norms of the {trained} sides that trained {agree}.", ""]
+    else:
+        lines += ["Fewer than two sides trained: no losses to compare.", ""]
     lines += [
         "| part | side | tokens/s | against the first | loss | gradient norm |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -334,7 +341,15 @@ def markdown(results: dict[str, Any]) -> str:
         if "tokens_per_second" in row:
             cells = [f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"]
         else:
-            cells = [str(row["error"]).strip().splitlines()[-1][:160].replace("|", "/"), ""]
+            cells = [_reason(row["error"]).replace("|", "/"), ""]
         cells += [f"{row[name]:.5f}" if name in row else "" for name in ("loss", "gradient_norm")]
         lines.append(f"| {row['part']} | {row['side']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _reason(text: str | None) -> str:
+    """Of a traceback the exception's words; of one with a list of reasons, such as a kernel's refusal, the reasons."""
+    lines = str(text).strip().splitlines()
+    last = next(n for n in reversed(range(len(lines))) if lines[n][:1].strip())
+    reasons = [line.strip().removeprefix("- ") for line in lines[last + 1 :]]
+    return "; ".join(reasons or [lines[last]])[:160]

@@ -136,7 +136,7 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Te
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"transformers is needed; pip install 'qwenlinear[hf]' ({error})") from error
+        raise ImportError(f"transformers is needed; pip install 'transformers>=5.6' ({error})") from error
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype, None)
     if dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"--dtype needs auto or the name of a floating torch dtype, got {args.dtype!r}")

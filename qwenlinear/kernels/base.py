@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qwenlinear.errors import Refusal, UnsupportedCall
 from qwenlinear.kernels.answer import check_answer
-from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
+from qwenlinear.kernels.capabilities import SET_DEVICES, Form, KernelCapabilities, Tolerance, device_names
 from qwenlinear.kernels.hardware import Hardware, HardwareProbe, probe
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer, plan, run_without_tokens
@@ -314,8 +314,9 @@ class GatedDeltaKernel(ABC):
         missing = self.unavailable(device)
         devices = self.capabilities.devices
         if devices is not None and torch.device(device).type not in devices:
-            needs = " or ".join(sorted(devices)) or "no device"
-            missing = (Refusal("device", needs, str(device), "use TorchKernel(), which runs anywhere"), *missing)
+            needs = device_names(devices)
+            remedy = "use TorchKernel(), which runs anywhere" if devices else SET_DEVICES
+            missing = (Refusal("device", needs, str(device), remedy), *missing)
         return missing or tuple(self._load())
 
     def _run_or_leave_graph(self, inputs: DeltaRuleInputs, form: Form) -> Answer:

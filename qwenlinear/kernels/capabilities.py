@@ -12,6 +12,7 @@ from qwenlinear.errors import Refusal
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 
 Form = Literal["chunk", "step"]
+SET_DEVICES = "set devices in its capabilities, None for any"  # what an author forgot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +115,12 @@ class KernelCapabilities:
         if self.devices is not None and inputs.q.device.type not in self.devices:
             yield Refusal(
                 "device",
-                _names(self.devices),
+                device_names(self.devices),
                 inputs.q.device.type,
-                "move the layer there, or use TorchKernel()",
+                "move the layer there, or use TorchKernel()" if self.devices else SET_DEVICES,
             )
         if inputs.q.dtype not in self.dtypes:
-            known = _names(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
             yield Refusal("dtype", f"q, k and v in {known}", str(inputs.q.dtype).removeprefix("torch."), "cast them")
         if self.key_head_sizes is not None and inputs.K not in self.key_head_sizes:
             yield _other_size("key_head_size", self.key_head_sizes, inputs.K)
@@ -183,8 +184,9 @@ def _other_size(code: str, sizes: Container[int], size: int) -> Refusal:
     return Refusal(code, f"{letter} in {_sizes(sizes)}", f"{letter}={size}", "use another kernel for this model")
 
 
-def _names(words: object) -> str:
-    return " or ".join(sorted(map(str, words))) if words else "no device"  # type: ignore[call-overload]
+def device_names(devices: Set[str]) -> str:
+    """Device types in words."""
+    return " or ".join(sorted(devices)) or "a device that the kernel declares, and it declares none"
 
 
 def _sizes(sizes: Container[int]) -> str:

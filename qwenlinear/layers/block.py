@@ -97,7 +97,7 @@ class SwiGLU(nn.Module):
     Args:
         size: width in and out.
         intermediate_size: width between.
-        hidden_act: a key of ``ACTIVATIONS``.
+        hidden_act: silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid or tanh.
 
     Example:
         >>> import torch

@@ -22,7 +22,8 @@ class GatedDeltaNetConfig:
         linear_key_head_dim: K, size of a query/key head.
         linear_value_head_dim: V, size of a value head.
         linear_conv_kernel_dim: W, width of the short convolution, in tokens.
-        hidden_act: activation after the convolution (and in a block's MLP); a key of ``ACTIVATIONS``.
+        hidden_act: activation after the convolution (and in a block's MLP): silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid
+            or tanh.
         rms_norm_eps: added to the mean square by every norm.
 
     Raises:

@@ -23,7 +23,7 @@ class ShortConvolution(nn.Module):
     Args:
         channels: C.
         width: W, taps per channel.
-        activation: a key of ``ACTIVATIONS``, or None for none.
+        activation: silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid, tanh, or None for none.
 
     Raises:
         ValueError: a size that is none, an unknown activation.

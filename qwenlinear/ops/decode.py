@@ -43,7 +43,7 @@ def decode_prologue(
         weight: ``[C, 1, W]`` the convolution's taps.
         A_log: ``[HV]``.
         dt_bias: ``[HV]``.
-        activation: a key of ``ACTIVATIONS``, or None for none; default ``"silu"``.
+        activation: silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid, tanh, or None for none; default ``"silu"``.
         l2norm: whether q and k are normalised, ``x * rsqrt(sum(x**2) + 1e-6)``; default True.
 
     Returns:

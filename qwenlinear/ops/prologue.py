@@ -48,7 +48,8 @@ def prologue(
         dt_bias: ``[HV]``.
         heads: H and HV.
         head_dims: K and V.
-        activation: after the convolution, a key of ``ACTIVATIONS`` or None; default ``"silu"``.
+        activation: after the convolution: silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid, tanh or None; default
+            ``"silu"``.
         l2norm: whether q and k become ``x * rsqrt(sum(x**2) + 1e-6)``, in float32 at least; default True.
         initial_state: ``[N, C, W-1]`` the columns of qkv before each sequence, oldest first, any floating dtype (taken in
             qkv's); default None for zeros.
@@ -175,11 +176,12 @@ def _check_sequences(
     B, T, C = qkv.shape
     if packed is not None and not isinstance(packed, PackedSequences):
         raise ValueError(f"packed needs a PackedSequences, got {type(packed).__name__}; from_cu_seqlens makes one")
-    if packed is not None and (B != 1 or packed.total_tokens != T or lengths is not None):
-        raise ValueError(
-            "packed needs a batch of one that ends where it ends, and no lengths; got qkv "
-            f"{list(qkv.shape)}, {packed.total_tokens} tokens{'' if lengths is None else ', lengths'}"
-        )
+    if packed is not None and B != 1:
+        raise ValueError(f"packed needs a batch of one, got B={B}; flatten qkv, b and a to [1, B*T, ...]")
+    if packed is not None and packed.total_tokens != T:
+        raise ValueError(f"packed needs to end at T={T}, got {packed.total_tokens}")
+    if packed is not None and lengths is not None:
+        raise ValueError("packed and lengths need to come one without the other, got both")
     if lengths is not None:
         check_lengths(lengths, qkv)
     wanted = [B if packed is None else packed.num_sequences, C, weight.shape[2] - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from qwenlinear import cli
 
@@ -25,14 +26,32 @@ def test_tiny(tmp_path, capsys) -> None:
         assert rows[part, "Transformers"]["tokens_per_second"] > 0
         assert rows[part, "injected TorchKernel"]["speedup"] > 0
     assert "| decode | injected TorchKernel |" in (tmp_path / "model.md").read_text()
-    assert "agree: yes" in capsys.readouterr().out
+    trained = sum("tokens_per_second" in row for (part, _), row in rows.items() if part == "train")
+    told = "Fewer than two sides trained" if trained < 2 else f"of the {trained} sides that trained agree."
+    assert told in capsys.readouterr().out
+
+
+def test_agreement_is_said_of_those_who_trained() -> None:
+    from qwenlinear.bench import machine
+    from qwenlinear.bench.model import markdown
+
+    row = {"part": "train", "tokens_per_second": 1.0, "speedup": 1.0, "loss": 1.0, "gradient_norm": 1.0}
+    failed = "Traceback\n  File\nqwenlinear.errors.UnsupportedCall: X cannot run chunk:\n  - [a] one\n  - [b] two\n"
+    results = {"machine": machine.describe(torch.device("cpu")), "command": "qwenlinear bench model"}
+    for sides, agree, told in (
+        (1, True, "Fewer than two"),
+        (2, True, "2 sides that trained agree."),
+        (2, False, "DO NOT"),
+    ):
+        rows = [row | {"side": str(n)} for n in range(sides)] + [{"part": "train", "side": "X", "error": failed}]
+        page = markdown({**results, "rows": rows, "losses_agree": agree})
+        assert told in page
+        assert "| train | X | [a] one; [b] two |" in page
 
 
 def test_the_batch_is_the_documents() -> None:
     """The benchmark's own attention and the packed layers give the loss of separate documents."""
     import argparse
-
-    import torch
 
     from qwenlinear.bench.model import Bench, add_arguments
 

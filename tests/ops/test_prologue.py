@@ -154,8 +154,11 @@ def test_one_document_runs_as_a_dense_row(monkeypatch) -> None:
         ({"heads": (0, 2)}, "whole numbers >= 1"),
         ({"activation": "swoosh"}, "activation needs None or one of .*, got 'swoosh'"),
         ({"packed": torch.tensor([0, 4])}, "packed needs a PackedSequences, got Tensor"),
-        ({"packed": PackedSequences.from_lengths([5])}, r"ends where it ends.*5 tokens"),
-        ({"packed": PackedSequences.from_lengths([4]), "lengths": torch.tensor([4])}, "no lengths"),
+        ({"packed": PackedSequences.from_lengths([5])}, r"packed needs to end at T=\d+, got 5"),
+        (
+            {"packed": PackedSequences.from_lengths([4]), "lengths": torch.tensor([4])},
+            "one without the other, got both",
+        ),
         ({"lengths": torch.tensor([4.0])}, r"lengths needs shape \[1\] and int64"),
         ({"lengths": torch.tensor([5])}, r"lengths needs numbers from 0 to T=4, got 5"),
         ({"lengths": torch.tensor([-1])}, r"lengths needs numbers from 0 to T=4, got -1"),
