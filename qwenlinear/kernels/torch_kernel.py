@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from qwenlinear.errors import Refusal
 from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.capabilities import KernelCapabilities, Tolerance
 from qwenlinear.kernels.chunk_layout import ChunkLayout, token_slots
+from qwenlinear.kernels.hardware import Hardware
 from qwenlinear.kernels.inputs import DeltaRuleInputs
 from qwenlinear.kernels.lowering import Answer, l2norm
 from qwenlinear.kernels.packing import PackedSequences
@@ -59,6 +63,11 @@ class TorchKernel(GatedDeltaKernel):
         torch.bfloat16: Tolerance(output=5e-3, state=1e-5, gradient=5e-3),
         torch.float16: Tolerance(output=1e-3, state=1e-5, gradient=1e-3),
     }
+
+    def _machine_refusals(self, hardware: Hardware) -> Iterable[Refusal]:
+        if hardware.device_type == "cuda" and hardware.hip is None and hardware.capability is None:
+            remedy = "use the CPU, or a driver and a PyTorch build that find the GPU"
+            yield Refusal("device", "a GPU", f"{hardware} without one that PyTorch can use", remedy)
 
     def _chunk(self, inputs: DeltaRuleInputs) -> Answer:
         H, HV, K, V, size = inputs.H, inputs.HV, inputs.K, inputs.V, inputs.g.element_size()

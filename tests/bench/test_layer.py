@@ -375,3 +375,12 @@ def test_a_stale_graph_is_marked() -> None:
     title, _, body = decode_report._times("t", [{**row, "goes_on": False}])
     assert "same state again" in title
     assert body == [["1", "7.5 (1.0 MB)", "9.0 (1.20)*"]]
+
+
+def test_a_kernel_that_does_not_run_here_has_no_floor_and_says_why(tmp_path) -> None:
+    words = ["bench", "layer", "--device", "cpu", "--kernels", "fla", "--contenders", "ours", "--parts", "times"]
+    sizes = ["--hidden", "32", "--heads", "1/2", "--head-dim", "16", "--tokens", "128", "--packed", "--rounds", "3"]
+    assert cli.main([*words, *sizes, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "layer.json").read_text())
+    assert found["errors"] == {}
+    assert all("[device] needs cuda" in row["error"] for row in found["times"])

@@ -154,7 +154,7 @@ def _shown(kind):
 
 def test_a_candidate_that_does_not_import_is_passed_over(mocker):
     mocker.patch.object(FLAKernel, "_load", return_value=(Refusal("import", "fla to import", "ImportError: x", "y"),))
-    kernel = AutoKernel([FLAKernel(hardware=machine()), TorchKernel()])
+    kernel = AutoKernel([FLAKernel(hardware=machine()), TorchKernel(hardware=machine())])
     assert kernel.refusals(**arguments()) == ()
     text = kernel.explain(**arguments())
     assert "chunk: goes to TorchKernel()" in text

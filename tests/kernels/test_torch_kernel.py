@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qwenlinear import PackedSequences, TorchKernel
+from qwenlinear import AutoKernel, PackedSequences, TorchKernel, UnsupportedCall
+from qwenlinear.kernels.hardware import Hardware
 from tests.kernels.reference import random_call, recurrence, relative
 
 KERNEL = TorchKernel()
@@ -351,3 +352,16 @@ def test_compiled_code_runs_it_outside_of_its_graphs() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match="a kernel that does not declare compile_safe"):
         torch.compile(model, backend=backend, fullgraph=True)(call)
+
+
+# ---- machines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cuda_device_without_a_gpu_is_refused_at_start_up() -> None:
+    kernel = TorchKernel(hardware=lambda device: Hardware(device_type=device.type))
+    assert [refusal.code for refusal in kernel.unavailable("cuda")] == ["device"]
+    assert kernel.unavailable("cpu") == ()
+    with pytest.raises(UnsupportedCall, match="needs a GPU"):
+        kernel.require("cuda")
+    with pytest.raises(UnsupportedCall, match="needs a GPU"):
+        AutoKernel([kernel]).require("cuda")

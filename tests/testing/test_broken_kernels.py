@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qwenlinear.testing import Case, ConformanceError, check_kernel
+from tests.testing import broken_conduct  # noqa: F401  # registers its kernels, too
 from tests.testing.broken_kernels import BROKEN
 
 

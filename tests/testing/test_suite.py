@@ -18,7 +18,8 @@ from qwenlinear.testing.checks import CHECKS, reference_of
 from qwenlinear.testing.generate import generate, head_configurations
 from qwenlinear.testing.reference import token_by_token
 from qwenlinear.testing.running import compare, execution_of, in_words, relative_error, run
-from tests.testing.broken_kernels import BetaTwice, GradientOfGDropped, Raises, ScaleForgotten
+from tests.testing.broken_conduct import Raises
+from tests.testing.broken_kernels import BetaTwice, GradientOfGDropped, ScaleForgotten
 
 
 def test_torch_kernel_passes_and_the_report_says_so() -> None:
@@ -137,7 +138,7 @@ def test_an_exception_from_the_kernel_is_a_failure() -> None:
 
 
 def test_an_exception_says_which_line_of_the_kernel_it_came_through() -> None:
-    with pytest.raises(ConformanceError, match=r"out of registers \(broken_kernels.py, line \d+\)"):
+    with pytest.raises(ConformanceError, match=r"out of registers \(broken_conduct.py, line \d+\)"):
         check_kernel(Raises())
 
 
