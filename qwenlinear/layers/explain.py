@@ -13,7 +13,7 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import projection_names, why_not_joined, why_separate
+from qwenlinear.layers.projection import projection_names, why_called, why_not_joined, why_separate
 from qwenlinear.layers.short_conv import ShortConvolution
 from qwenlinear.ops import why_not_fused
 
@@ -96,7 +96,8 @@ def explain_layer(
 
 def _projections(layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None) -> str:
     if cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None:
-        return "separate products: one token is decoded without copying a weight"
+        reason = why_called(layer, layer.config, hidden_states)
+        return "one launch over all weights" if reason is None else f"separate products: {reason}"
     reason = why_separate(layer, layer.config, hidden_states)
     return "one product of all weights, joined for it" if reason is None else f"separate products: {reason}"
 

@@ -175,7 +175,9 @@ def test_decoding(layer, fused) -> None:
             outputs.append(layer(piece, cache=cache))
             places = id(cache.conv_state), id(cache.recurrent_state)
         cache_before = cache.recurrent_state
-        assert "states in place" in layer.explain(x[:, :1], cache=cache)
+        text = layer.explain(x[:, :1], cache=cache)
+        assert "states in place" in text
+        assert ("projections: one launch over all weights" in text) is on
         outputs.append(layer(x[:, :1], cache=cache))
         assert (id(cache.conv_state), id(cache.recurrent_state)) == places
         assert cache.recurrent_state is cache_before
@@ -185,13 +187,54 @@ def test_decoding(layer, fused) -> None:
 
 
 @torch.no_grad()
+def test_a_token_of_called_modules(layer, fused) -> None:
+    """Hooks and adapters on a projection are called, a bias is added, more sequences than a launch is for are multiplied."""
+    name, x, seen = projection.projection_names(layer)[-1], torch.randn(2, 3, 32), []
+    module, plain = getattr(layer, name), layer(x)
+    fused(True)
+
+    def decode(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        cache = GatedDeltaNetCache()
+        outputs = [layer(piece, cache=cache) for piece in x.split(1, 1)]
+        return torch.cat(outputs, 1), layer.explain(x[:, :1], cache=cache)
+
+    handle = module.register_forward_hook(lambda *_: seen.append(name))
+    got, text = decode(x)
+    handle.remove()
+    assert len(seen) == 3
+    assert f"separate products: {name} has hooks" in text
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    many = torch.randn(9, 2, 32)
+    got, text = decode(many)
+    assert "separate products: 9 rows, more than 8" in text
+    torch.testing.assert_close(got, layer(many), rtol=1e-4, atol=1e-5)
+    layer.out_proj.bias = torch.nn.Parameter(torch.ones(32))
+    torch.testing.assert_close(decode(x)[0], plain + 1, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_written_state_is_no_longer_what_was_saved(layer, fused) -> None:
+    """A launch without the dispatcher tells autograd all the same."""
+    fused(True)
+    cache, x = GatedDeltaNetCache(), torch.randn(2, 3, 32)
+    for piece in x.split(1, 1):
+        versions = [None if s is None else s._version for s in (cache.conv_state, cache.recurrent_state)]
+        layer(piece, cache=cache)
+    assert cache.conv_state._version > versions[0]
+    token = one_token(torch.float32)
+    before = token["conv_state"]._version
+    ops.decode_prologue(**token)
+    assert token["conv_state"]._version > before
+
+
+@torch.no_grad()
 def test_decoding_refuses_forward_mode_before_it_writes(layer, fused) -> None:
     cache, x = GatedDeltaNetCache(), torch.randn(2, 6, 32)
     for piece in x.split([3, 1, 1, 1], 1)[:3]:
         layer(piece, cache=cache)  # the second and third in place, after the kernel was asked
     fused(True)
     held = cache.copy()
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decode_prologue in Triton needs"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="skinny_linear in Triton needs"):
         layer(forward_ad.make_dual(x[:, 5:], torch.ones_like(x[:, 5:])), cache=cache)
     for name in ("conv_state", "recurrent_state"):
         assert torch.equal(getattr(cache, name), getattr(held, name))
@@ -216,6 +259,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
             head_dims=(16, 16),
         )[0],
         "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
+        "skinny_linear": lambda t: ops.skinny_linear(o[0, :, 0] * t, [o[0, 0]]),
         "decode_prologue": lambda t: ops.decode_prologue(**{**token, "k": token["k"] * t})[1],
     }
     one = torch.ones(())

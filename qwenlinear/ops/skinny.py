@@ -1,0 +1,111 @@
+"""Products of a few rows with several weights: what the projections of one decoded token are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qwenlinear._launch import eager
+from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
+
+MAX_ROWS = 8
+"""Rows up to which one launch takes less time than a matrix product for each weight."""
+
+MAX_WEIGHTS = 4
+"""Weights of one launch."""
+
+MAX_SIZE = 16384
+"""The longest row of a weight that a program holds in registers."""
+
+
+def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``torch.cat([F.linear(x, w) for w in weights], -1)`` for a few rows, where reading the weights is all the work.
+
+    In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch. Sums are float32 and rounded
+    once, float32 weights are multiplied without TF32, and no weight is copied. There are no gradients.
+
+    Args:
+        x: ``[N, D]``.
+        weights: one to four ``[R, D]`` in x's dtype.
+
+    Returns:
+        ``[N, sum of R]`` in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or a gradient that would be wanted.
+        NotImplementedError: forward-mode differentiation of the Triton form.
+
+    Example:
+        >>> x, weights = torch.randn(1, 8), [torch.randn(3, 8), torch.randn(2, 8)]
+        >>> torch.allclose(skinny_linear(x, weights), x @ torch.cat(weights).t(), atol=1e-5)
+        True
+    """
+    _check(x, weights)
+    if why_not_skinny(x.device, x.dtype, x.shape[0], weights) is not None:
+        return torch.cat([F.linear(x, w) for w in weights], -1)
+    refuse_forward_mode("skinny_linear", x, *weights)
+    if eager(x):
+        from qwenlinear.ops import _skinny_triton
+
+        return _skinny_triton.launch(x, weights)
+    y: Tensor = skinny_linear_op(x, list(weights))
+    return y
+
+
+def why_not_skinny(device: torch.device, dtype: torch.dtype, rows: int, weights: Sequence[Tensor]) -> str | None:
+    """Why a product of a few rows is left to PyTorch.
+
+    Args:
+        device: where the tensors are.
+        dtype: of x.
+        rows: N.
+        weights: ``[R, D]`` each; only their metadata is looked at.
+
+    Returns:
+        One reason in words, or None for one Triton launch.
+
+    Example:
+        >>> why_not_skinny(torch.device("cpu"), torch.float32, 1, [torch.ones(2, 2)])
+        'tensors on cpu'
+    """
+    if rows > MAX_ROWS:
+        return f"{rows} rows, more than {MAX_ROWS}"
+    if (reason := why_not_fused(device, dtype)) is not None:
+        return reason
+    if weights[0].shape[1] > MAX_SIZE:
+        return f"rows of {weights[0].shape[1]}, longer than {MAX_SIZE}"
+    if not all(w.is_contiguous() for w in weights):
+        return "a weight that is not contiguous"
+    return None
+
+
+def _check(x: Tensor, weights: Sequence[Tensor]) -> None:
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x needs shape [N, D] and a floating dtype, got {list(x.shape)}, {x.dtype}")
+    if not 1 <= len(weights) <= MAX_WEIGHTS:
+        raise ValueError(f"weights needs one to {MAX_WEIGHTS} tensors, got {len(weights)}")
+    for i, w in enumerate(weights):
+        if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype != x.dtype or w.device != x.device:
+            needs = f"shape [R, {x.shape[1]}], {x.dtype}, on {x.device}"
+            raise ValueError(f"weights[{i}] needs {needs}, got {list(w.shape)}, {w.dtype}, on {w.device}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
+        raise ValueError(
+            "skinny_linear needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "
+            "torch.nn.functional.linear, which has them"
+        )
+
+
+@torch.library.custom_op("qwenlinear::skinny_linear", mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor")
+def skinny_linear_op(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """The Triton form."""
+    from qwenlinear.ops import _skinny_triton
+
+    return _skinny_triton.launch(x, weights)
+
+
+@skinny_linear_op.register_fake
+def _(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
