@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from qwenlinear import terminal
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_name
@@ -51,9 +52,9 @@ def check(kernel: GatedDeltaKernel, device: str, description: str | None) -> Non
     def program(_: argparse.Namespace) -> None:
         kernel.require(device)
         try:
-            print(check_kernel(kernel, device, first_failure=False))
+            terminal.show_markdown(check_kernel(kernel, device, first_failure=False).table())
         except ConformanceError as error:
-            print(error.report)
+            terminal.show_markdown(error.report.table())
             raise SystemExit(1) from error
 
     run(program, argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter))

@@ -26,7 +26,7 @@ def test_every_shape_runs_and_says_that_a_cpu_compiles_nothing(capsys, monkeypat
     assert "nothing to compile" in out
     for name in ("T=8, forward ", "T=8, forward and backward", "2 x 4 packed, forward and backward", "decode 3"):
         assert name in out
-    assert f"Triton: {tmp_path / 'triton'} (TRITON_CACHE_DIR is set), 0 files (0 new)" in out
+    assert f"Triton: {tmp_path / 'triton'} TRITON_CACHE_DIR is set 0 files (0 new)" in " ".join(out.split())
     assert dict(os.environ) == before
 
 
@@ -42,7 +42,7 @@ def test_what_to_ship_is_said_by_what_this_run_compiled(tmp_path, compiled, devi
     (tmp_path / "kernel.cubin").write_bytes(b"12345")
     found = (Cache("Triton", "TRITON_CACHE_DIR", tmp_path, True),)
     lines = _what_to_ship(found, compiled, torch.device(device))
-    assert lines[0] == told
+    assert " ".join(lines[0].split()) == told
     assert any("tar -C" in line for line in lines) == packs
 
 
@@ -52,7 +52,7 @@ def test_a_cpu_run_with_full_caches_speaks_of_no_packing(capsys, monkeypatch, tm
     (tmp_path / "kernel.cubin").write_bytes(b"12345")
     assert cli.main(["warmup", *SIZES, "--tokens", "8"]) == 0
     out = capsys.readouterr().out
-    assert "Nothing was compiled, so there is nothing to ship." in out
+    assert "Nothing was compiled, so there is nothing to ship." in " ".join(out.split())
     assert "Pack here" not in out
 
 
@@ -110,7 +110,7 @@ def test_the_layer_is_the_models(capsys, tmp_path, family, layer) -> None:
 
 def test_a_new_process_measures_its_first_step(capsys) -> None:
     assert cli.main(["warmup", *SIZES, "--tokens", "8", "--train", "--verify", "1e-9"]) == 1  # nothing is that fast
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     found = re.search(
         r"A new process: first training step ([\d.]+) s \(the second ([\d.]+) ms\).*more than 1e-09 s", out
     )

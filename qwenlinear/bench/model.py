@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.bench import machine
 from qwenlinear.bench.fla_switch import SWITCH, fla_switch
 from qwenlinear.bench.layer_options import fill_defaults
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     text = markdown(bench.results)
     title = f"# A whole model on {bench.results['machine']['device']}"
     (args.out / "model.md").write_text(f"{title}\n\n{text}\n")
-    print(text)
+    terminal.show_markdown(text)
     return 0 if bench.results["losses_agree"] else 1
 
 
