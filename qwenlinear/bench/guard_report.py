@@ -73,10 +73,12 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_WORDS = """*bare*: a collective of the group as it is. *guarded*: the same under `CommMemoryPolicy()`, which checks once a second here. *control*: bare once more,
-to show what two equal sides differ by; its ratio and that of *guarded* are to bare. *forced check*: guarded, with a check of the free memory at
-every call. *probe everything*: bare, with the driver's, the allocator's and the host's memory read before every call. *live tensors*: how many
-tensors the process holds meanwhile, which makes the allocator's figures dearer to read."""
+_WORDS = """\
+*bare*: a collective of the group as it is. *guarded*: the same under `CommMemoryPolicy()`, which checks once a second here.
+*control*: bare once more, to show what two equal sides differ by; its ratio and that of *guarded* are to bare. *forced
+check*: guarded, with a check of the free memory at every call. *probe everything*: bare, with the driver's, the allocator's
+and the host's memory read before every call. *live tensors*: how many tensors the process holds meanwhile, which makes the
+allocator's figures dearer to read."""
 
 
 def _latency(rows: list[Row]) -> list[str]:
