@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwenlinear._launch import eager, needs_grad
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
@@ -114,11 +115,10 @@ def fused_prologue(
     if packed is not None:
         bounds = packed._boundaries(qkv.device)
         positions, documents = packed.derive(("prologue.tokens", qkv.device), lambda: _tokens(packed, qkv.device))
-    *outputs, state = prologue_op(
-        qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths,
-        *heads, *head_dims, l2norm, output_final_state,
-    )  # fmt: skip
-    return (*outputs, state if output_final_state else None)
+    inputs = (qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths)
+    run = _run if eager(*inputs) and not needs_grad(*inputs) else prologue_op
+    q, k, v, g, beta, state = run(*inputs, *heads, *head_dims, l2norm, output_final_state)
+    return q, k, v, g, beta, state if output_final_state else None
 
 
 def _tokens(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -205,12 +205,7 @@ _TENSORS = 11
 _FIVE = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op(
-    "qwenlinear::prologue",
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_SIZES}, bool output_final_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def prologue_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The Triton form; the final state is empty where it is not asked for."""
     from qwenlinear.ops import _prologue_launch as launch
 
@@ -219,6 +214,14 @@ def prologue_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     return launch.forward(
         launch.Inputs(*inputs), launch.Sizes(H, HV, K, HV * V, weight.shape[2]), l2norm, output_final_state
     )
+
+
+prologue_op = torch.library.custom_op(
+    "qwenlinear::prologue",
+    _run,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_SIZES}, bool output_final_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @prologue_op.register_fake
