@@ -38,13 +38,19 @@ def eager(*tensors: Tensor | None) -> bool:
         >>> torch.vmap(lambda x: x + eager(x))(torch.zeros(2))
         tensor([0., 0.])
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind is not Tensor and kind is not nn.Parameter and tensor is not None:
-            return False
     if _dispatch_modes is None or _transforms is None or _dispatch_modes() or _transforms():
+        return False
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            kind = type(tensor)
+            if kind is not Tensor and kind is not nn.Parameter:
+                return False
+            tensor.data_ptr()
+    except RuntimeError:  # no memory of its own: a wrapper, as a backward pass over several gradients at once has it
         return False
     return not torch.overrides.has_torch_function(tensors)  # of plain tensors it is the modes that this finds
 

@@ -109,6 +109,9 @@ def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tu
 
 def _laid_out(z: Tensor) -> tuple[Tensor, int, int, int, int, int]:
     """z and, for its leading dimensions merged to three, the sizes of the last two and all strides; copied where that fails."""
+    if z.is_contiguous():  # the common case, without looking at each dimension
+        V = z.shape[-1]
+        return z, 1, max(1, z.numel() // max(1, V)), 0, 0, V
     merged: list[tuple[int, int]] = []  # (size, stride), the innermost first
     for size, stride in zip(reversed(z.shape[:-1]), reversed(z.stride()[:-1]), strict=True):
         if size == 1:

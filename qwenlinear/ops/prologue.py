@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,7 +117,9 @@ def fused_prologue(
         bounds = packed._boundaries(qkv.device)
         positions, documents = packed.derive(("prologue.tokens", qkv.device), lambda: _tokens(packed, qkv.device))
     inputs = (qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths)
-    run = _run if eager(*inputs) and not needs_grad(*inputs) else prologue_op
+    run: Callable[..., Any] = prologue_op
+    if eager(*inputs):
+        run = _Prologue.apply if needs_grad(*inputs) else _run
     q, k, v, g, beta, state = run(*inputs, *heads, *head_dims, l2norm, output_final_state)
     return q, k, v, g, beta, state if output_final_state else None
 
@@ -240,13 +243,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op(
-    "qwenlinear::prologue_backward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dfinal, {_SIZES}, "
-    f"bool needs_dweight, bool needs_dstate) -> {_FIVE}",
-)
-def prologue_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Its gradients: of qkv, b and a in one buffer, then of b and a if their dtype differs, of the weight, of A_log and dt_bias,
     of the initial state; what is not needed is empty, or not written."""
     from qwenlinear.ops import _prologue_launch as launch
@@ -263,6 +260,15 @@ def prologue_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
         needs_dweight,
         needs_dstate,
     )
+
+
+prologue_backward_op = torch.library.custom_op(
+    "qwenlinear::prologue_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dfinal, {_SIZES}, "
+    f"bool needs_dweight, bool needs_dstate) -> {_FIVE}",
+)
 
 
 @prologue_backward_op.register_fake
@@ -304,9 +310,9 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         dbeta = b.new_zeros(B, T, HV) if dbeta is None else dbeta
     else:
         dg = dbeta = None
-    dx, dba, dweight, dgate, dstate = prologue_backward_op(
-        *inputs, *dqkv, dg, dbeta, dfinal, *ctx.sizes, needs[3], needs[6]
-    )
+    tensors = (*inputs, *dqkv, dg, dbeta, dfinal)
+    run: Callable[..., Any] = _run_backward if eager(*tensors) and not needs_grad(*tensors) else prologue_backward_op
+    dx, dba, dweight, dgate, dstate = run(*tensors, *ctx.sizes, needs[3], needs[6])
     convolution, gates = dqkv[0] is not None, dg is not None
     dba = dba if dba.numel() else dx[..., C:]
     return (
@@ -322,3 +328,17 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 prologue_op.register_autograd(_backward, setup_context=_keep)
+
+
+class _Prologue(torch.autograd.Function):
+    """The operator's gradients without the dispatcher, in eager code; of a second derivative the operator knows to refuse it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        outputs = _run(*inputs)
+        _keep(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *gradients)

@@ -11,10 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwenlinear import TritonKernel
-from qwenlinear.ops import _epilogue_triton, decode_prologue, epilogue, prologue, skinny_linear
+from qwenlinear.ops import decode_prologue, epilogue, prologue, skinny_linear
 from qwenlinear.ops.epilogue import gated_rms_norm
 from tests.kernels.machines import machine
 from tests.ops.decode_cases import one_token
+
+_SLOW = "ignore:There is a performance drop:UserWarning"  # of vmap, which calls an operator for each element
 
 
 class HostTritonKernel(TritonKernel):
@@ -126,7 +128,7 @@ def test_a_jit_trace_holds_it_too(name):
         torch.testing.assert_close(traced(2 * x), call(2 * x), rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings(_SLOW)
 def test_vmap_of_one_argument():
     o, z, weight = torch.randn(3, 2, 16), torch.randn(2, 16), torch.ones(16)
     got = torch.vmap(lambda o: epilogue(o, z, weight, 1e-6))(o)
@@ -139,7 +141,7 @@ def test_a_subclass_is_no_plain_tensor():
     o, z, weight = torch.randn(2, 16), torch.randn(2, 16), torch.ones(16)
 
     class Mine(torch.Tensor):
-        seen: list[str] = []  # noqa: RUF012 -- of this test alone
+        seen: list[str] = []
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -165,7 +167,29 @@ def test_eager_code_calls_the_launch(monkeypatch):
         for make in CALLS.values():
             call, x = make()
             call(x)
-    o = torch.randn(2, 16, requires_grad=True)
-    with pytest.raises(AssertionError):
-        epilogue(o, torch.randn(2, 16), torch.ones(16), 1e-6)  # with gradients it is the operator that has them
-    assert _epilogue_triton.forward(o.detach(), torch.randn(2, 16), torch.ones(16), 1e-6).shape == (2, 16)
+    for name in ("prologue", "gated_rms_norm"):
+        call, x = CALLS[name]()
+        call(x.requires_grad_()).sum().backward()
+        assert x.grad is not None
+
+
+@pytest.mark.filterwarnings(_SLOW)
+@pytest.mark.parametrize("name", ["prologue", "gated_rms_norm"])
+def test_gradients_are_the_operators(name):
+    call, x = CALLS[name]()
+    x.requires_grad_()
+    with Names() as names:
+        registered = call(x)
+    assert names.seen == [name]
+    direct = call(x)
+    dy = torch.randn_like(direct)
+    (want,), (got,) = (torch.autograd.grad(y, x, dy, retain_graph=True) for y in (registered, direct))
+    assert torch.equal(got, want)
+    with Names() as names:
+        torch.autograd.grad(direct, x, dy, retain_graph=True)
+    assert names.seen == [f"{name}_backward"]
+    (batched,) = torch.autograd.grad(direct, x, torch.stack([dy, 2 * dy]), retain_graph=True, is_grads_batched=True)
+    torch.testing.assert_close(batched, torch.stack([want, 2 * want]))
+    (first,) = torch.autograd.grad(direct, x, dy, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}_backward"):
+        first.sum().backward()
