@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwenlinear._launch import on
+from qwenlinear._launch import on, power_of_two
 
 _TILE = 8192  # elements of weights in a program: 64 registers of each of 128 threads
 
@@ -62,7 +62,7 @@ def tile(D: int) -> tuple[int, int, int]:
     Returns:
         Rows and columns of a program's block, powers of two, and its warps. docs/performance-notes.md has what was measured.
     """
-    BD = triton.next_power_of_2(D)
+    BD = power_of_two(D)
     return max(1, _TILE // BD), BD, max(4, BD // 2048)
 
 
@@ -85,7 +85,7 @@ def launch(x: Tensor, weights: Sequence[Tensor], cut: tuple[int, int, int] | Non
     if y.numel():
         BR, BD, warps = cut or tile(D)
         with on(x.device):
-            skinny_kernel[(sum(triton.cdiv(size, BR) for size in sizes),)](
+            skinny_kernel[(sum([-(-size // BR) for size in sizes]),)](
                 x, y, *weights, *[weights[0]] * absent, N, D, *sizes, *[0] * absent, BR, BD, num_warps=warps
             )
     return y
