@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,26 +46,6 @@ class Projected:
     z: Tensor
 
 
-class ProjectedToken(NamedTuple):
-    """The same of one token a sequence, all of it views of what the modules returned. G is HV // H.
-
-    Args:
-        q: ``[B, 1, H, K]``.
-        k: ``[B, 1, H, K]``.
-        v: ``[B, 1, H, G, V]``.
-        b: ``[B, 1, H, G]``.
-        a: ``[B, 1, H, G]``.
-        z: ``[B, 1, H, G, V]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    b: Tensor
-    a: Tensor
-    z: Tensor
-
-
 def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
     """Through a layer's input projections, whatever has been put in their place (LoRA, quantised weights).
 
@@ -86,37 +66,9 @@ def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
     if projection_names(layer) is FLAT:
         z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
         return Projected(layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x), z)
-    q, k, v, z, b, a = _grouped(layer, config, x)
+    q, k, v, z, b, a = by_key_head(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
     qkv = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
     return Projected(qkv, b.flatten(2), a.flatten(2), z.flatten(2, 3))
-
-
-def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> ProjectedToken:
-    """The same for one token a sequence: each module is called, no weight and no activation is copied.
-
-    Args:
-        layer: a module with :data:`FLAT` or :data:`GROUPED`.
-        config: its sizes.
-        x: ``[B, 1, hidden_size]``.
-
-    Returns:
-        The parts by head.
-    """
-    if projection_names(layer) is GROUPED:
-        q, k, v, z, b, a = _grouped(layer, config, x)
-        return ProjectedToken(q, k, v, b, a, z)
-    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    B, G, key_dim = x.shape[0], config.linear_num_value_heads // H, H * K
-    # methods of the tensor itself: `unflatten` and `split` are Python around them, at every token
-    q, k, v = layer.in_proj_qkv(x).split_with_sizes((key_dim, key_dim, H * G * V), -1)
-    return ProjectedToken(
-        q.view(B, 1, H, K),
-        k.view(B, 1, H, K),
-        v.view(B, 1, H, G, V),
-        layer.in_proj_b(x).view(B, 1, H, G),
-        layer.in_proj_a(x).view(B, 1, H, G),
-        layer.in_proj_z(x).view(B, 1, H, G, V),
-    )
 
 
 def why_separate(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | None:
@@ -184,14 +136,22 @@ def projection_names(layer: Any) -> tuple[str, ...]:
     return GROUPED if hasattr(layer, "in_proj_qkvz") else FLAT
 
 
-def _grouped(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> tuple[Tensor, ...]:
-    """q, k, v, z, b, a by key head, views: ``[B, T, H, K]`` twice, ``[B, T, H, G, V]`` twice, ``[B, T, H, G]`` twice."""
+def by_key_head(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+    """What Qwen3-Next's two projections returned, cut into its parts.
+
+    Args:
+        config: the layer's sizes. G is HV // H.
+        qkvz: ``[B, T, 2 * key_dim + 2 * value_dim]``.
+        ba: ``[B, T, 2 * HV]``.
+
+    Returns:
+        q, k, v, z, b, a, views: ``[B, T, H, K]`` twice, ``[B, T, H, G, V]`` twice, ``[B, T, H, G]`` twice.
+    """
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
     G = config.linear_num_value_heads // H
-    B, T, _ = x.shape
-    by_head = layer.in_proj_qkvz(x).view(B, T, H, 2 * K + 2 * G * V)
-    q, k, v, z = by_head.split_with_sizes((K, K, G * V, G * V), -1)
-    b, a = layer.in_proj_ba(x).view(B, T, H, 2 * G).split_with_sizes((G, G), -1)
+    B, T, _ = qkvz.shape
+    q, k, v, z = qkvz.view(B, T, H, 2 * K + 2 * G * V).split_with_sizes((K, K, G * V, G * V), -1)
+    b, a = ba.view(B, T, H, 2 * G).split_with_sizes((G, G), -1)
     return q, k, v.view(B, T, H, G, V), z.view(B, T, H, G, V), b, a
 
 

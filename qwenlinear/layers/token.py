@@ -1,0 +1,138 @@
+"""The products of one token a sequence, which decoding reads all weights for: one launch for the input projections and one for
+the output projection where their modules are plain ``nn.Linear`` on a GPU, otherwise the modules as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qwenlinear.kernels.precision import autocast_enabled
+from qwenlinear.kernels.tangents import forward_mode
+from qwenlinear.layers.config import GatedDeltaNetConfig
+from qwenlinear.layers.plain import why_not_plain
+from qwenlinear.layers.projection import GROUPED, by_key_head, projection_names
+from qwenlinear.ops.skinny import skinny_linear_op, why_not_skinny
+
+OUTPUT = ("out_proj",)
+
+
+class ProjectedToken(NamedTuple):
+    """What the input projections make of one token a sequence: views of what the products returned. G is HV // H.
+
+    Args:
+        q: ``[B, 1, H, K]``.
+        k: ``[B, 1, H, K]``.
+        v: ``[B, 1, H, G, V]``.
+        b: ``[B, 1, H, G]``.
+        a: ``[B, 1, H, G]``.
+        z: ``[B, 1, H, G, V]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    a: Tensor
+    z: Tensor
+
+
+def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> ProjectedToken:
+    """Through the input projections; no weight and no activation is copied, and no gradient is known of.
+
+    Args:
+        layer: a module with the input projections of Qwen3-Next or Qwen3.5.
+        config: its sizes.
+        x: ``[B, 1, hidden_size]``.
+
+    Returns:
+        The parts by head.
+    """
+    names, B = projection_names(layer), x.shape[0]
+    parts = _products(layer, names, x)
+    if names is GROUPED:
+        q, k, v, z, b, a = by_key_head(config, *parts)
+        return ProjectedToken(q, k, v, b, a, z)
+    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    G, key_dim = config.linear_num_value_heads // H, H * K
+    qkv, z, b, a = parts
+    # methods of the tensor itself: `unflatten` and `split` are Python around them, at every token
+    q, k, v = qkv.split_with_sizes((key_dim, key_dim, H * G * V), -1)
+    return ProjectedToken(
+        q.view(B, 1, H, K),
+        k.view(B, 1, H, K),
+        v.view(B, 1, H, G, V),
+        b.view(B, 1, H, G),
+        a.view(B, 1, H, G),
+        z.view(B, 1, H, G, V),
+    )
+
+
+def project_output(layer: Any, o: Tensor) -> Tensor:
+    """Through the output projection.
+
+    Args:
+        layer: a module with ``out_proj``.
+        o: ``[B, 1, value_dim]``.
+
+    Returns:
+        ``[B, 1, hidden_size]``.
+    """
+    return _products(layer, OUTPUT, o)[0]
+
+
+def why_called(
+    layer: Any, names: Iterable[str], device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> str | None:
+    """Why projections of one token are calls of their modules, and not one launch.
+
+    Args:
+        layer: whose modules they are.
+        names: of modules that take the same input.
+        device: of the input.
+        dtype: of the input.
+        shape: B and the input's width.
+
+    Returns:
+        One reason in words, or None.
+    """
+    if device.type == "cpu":  # the commonest answer, without asking for more
+        return "tensors on cpu"
+    if autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device.type)
+    if (reason := why_not_skinny(device, dtype, shape[0])) is not None:
+        return reason
+    if forward_mode():
+        return "derivatives are carried forward"
+    for name in names:
+        if (reason := _why_not_read(getattr(layer, name), device, dtype, shape[1])) is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def _why_not_read(module: Any, device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+    """Why a module's weight cannot take the module's place; follows the module's name."""
+    if (reason := why_not_plain(module, nn.Linear)) is not None:
+        return reason
+    if module.bias is not None:
+        return "has a bias"
+    weight = module.weight
+    if weight.dtype != dtype:
+        return f"has a weight of {weight.dtype} for inputs of {dtype}"
+    if weight.shape[1] != columns or weight.device != device or not weight.is_contiguous():
+        return "has a weight of its own shape, device or layout"
+    return None
+
+
+def _products(layer: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """``[B, 1, rows]`` of each module."""
+    if why_called(layer, names, x.device, x.dtype, (x.shape[0], x.shape[2])) is not None:
+        return tuple(getattr(layer, name)(x) for name in names)
+    weights = [getattr(layer, name).weight for name in names]
+    if x.dtype != weights[0].dtype:  # under autocast
+        x = x.to(weights[0].dtype)
+    y = skinny_linear_op(x.view(x.shape[0], x.shape[2]), weights)[:, None]
+    return y.split_with_sizes([weight.shape[0] for weight in weights], -1)
