@@ -99,8 +99,6 @@ def why_called(
     Returns:
         One reason in words, or None.
     """
-    if device.type == "cpu":  # the commonest answer, without asking for more
-        return "tensors on cpu"
     if autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device.type)
     if (reason := why_not_skinny(device, dtype, shape[0])) is not None:

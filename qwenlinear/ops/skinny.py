@@ -78,7 +78,7 @@ def why_not_skinny(device: torch.device, dtype: torch.dtype, tokens: int) -> str
         >>> why_not_skinny(torch.device("cuda"), torch.bfloat16, 300)
         '300 tokens, more than 16'
     """
-    if device.type == "cuda" and tokens > MAX_TOKENS:
+    if tokens > MAX_TOKENS:
         return f"{tokens} tokens, more than {MAX_TOKENS}"
     return why_not_fused(device, dtype)
 

@@ -175,7 +175,9 @@ def test_decoding(layer, fused) -> None:
             outputs.append(layer(piece, cache=cache))
             places = id(cache.conv_state), id(cache.recurrent_state)
         cache_before = cache.recurrent_state
-        assert "states in place" in layer.explain(x[:, :1], cache=cache)
+        text = layer.explain(x[:, :1], cache=cache)
+        assert "states in place" in text
+        assert ("one launch for all input weights, and one for out_proj" in text) is on
         outputs.append(layer(x[:, :1], cache=cache))
         assert (id(cache.conv_state), id(cache.recurrent_state)) == places
         assert cache.recurrent_state is cache_before
@@ -216,6 +218,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
             head_dims=(16, 16),
         )[0],
         "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
+        "skinny_linear": lambda t: ops.skinny_linear(t * o[0, 0], [o[0, 1]])[0],
         "decode_prologue": lambda t: ops.decode_prologue(**{**token, "k": token["k"] * t})[1],
     }
     one = torch.ones(())
