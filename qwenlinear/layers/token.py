@@ -132,5 +132,5 @@ def _products(layer: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ..
     weights = [getattr(layer, name).weight for name in names]
     if x.dtype != weights[0].dtype:  # under autocast
         x = x.to(weights[0].dtype)
-    y = skinny_linear_op(x.view(x.shape[0], x.shape[2]), weights)[:, None]
-    return y.split_with_sizes([weight.shape[0] for weight in weights], -1)
+    y: Tensor = skinny_linear_op(x.view(x.shape[0], x.shape[2]), weights)
+    return y[:, None].split_with_sizes([weight.shape[0] for weight in weights], -1)

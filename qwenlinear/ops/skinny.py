@@ -43,7 +43,8 @@ def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _check(x, weights)
     if why_not_skinny(x.device, x.dtype, x.shape[0]) is None:
         refuse_forward_mode("skinny_linear", x, *weights)
-        return skinny_linear_op(x, list(weights)).split_with_sizes([weight.shape[0] for weight in weights], 1)
+        y: Tensor = skinny_linear_op(x, list(weights))
+        return y.split_with_sizes([weight.shape[0] for weight in weights], 1)
     return skinny_linear_twin(x, weights)
 
 
