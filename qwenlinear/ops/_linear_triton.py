@@ -37,6 +37,8 @@ class Tile(NamedTuple):
     stages: int
     unroll: int
     warps: int
+    evict: str = ""
+    pdl: bool = False
 
 
 @triton.jit
@@ -62,10 +64,17 @@ def _place(block, w0, w1, w2, w3, r0, r1, r2, r3, BR: tl.constexpr, WEIGHTS: tl.
 
 
 @triton.jit
-def _columns(at, inside, WHOLE: tl.constexpr):
+def _columns(at, inside, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
     if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=inside, other=0.0)
+        return tl.load(at, eviction_policy=EVICT)
+    return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """For the launch before this one, whose answer x is: weights may be asked for while it still runs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -78,7 +87,7 @@ def _sums(weights, given, BR: tl.constexpr, BK: tl.constexpr, VEC: tl.constexpr)
 def summed_kernel(
     x, w0, w1, w2, w3, y, tokens, r0, r1, r2, r3, total,
     K: tl.constexpr, WEIGHTS: tl.constexpr, TOKENS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every thread keeps its own columns' sums; they meet once, at the end. TOKENS is 1 to 4."""
     groups = tl.cdiv(tokens, TOKENS)
@@ -96,7 +105,8 @@ def summed_kernel(
     WHOLE: tl.constexpr = K % BK == 0
     for start in tl.range(0, K, BK, num_stages=STAGES, loop_unroll_factor=UNROLL):
         inside = start + k < K
-        weights = _columns(at + start, inside[None, :], WHOLE).to(tl.float32)
+        weights = _columns(at + start, inside[None, :], WHOLE, EVICT).to(tl.float32)
+        _wait(PDL)
         sum0 += _sums(weights, _columns(x0 + start, inside, WHOLE), BR, BK, VEC)
         if TOKENS > 1:
             sum1 += _sums(weights, _columns(x1 + start, inside, WHOLE), BR, BK, VEC)
@@ -118,7 +128,7 @@ def summed_kernel(
 def dot_kernel(
     x, w0, w1, w2, w3, y, tokens, r0, r1, r2, r3, total,
     K: tl.constexpr, WEIGHTS: tl.constexpr, TOKENS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On tensor cores, all tokens at once; SPLIT parts of each block of columns are products of their own, added at the end."""
     w, rows, column, block = _place(tl.program_id(0), w0, w1, w2, w3, r0, r1, r2, r3, BR, WEIGHTS)
@@ -130,7 +140,8 @@ def dot_kernel(
         product = tl.zeros([BR, TOKENS], tl.float32)
         for start in tl.range(0, K, BK, num_stages=STAGES):
             inside = start + k < K
-            weights = _columns(w + source[:, None] + (start + k)[None, :], inside[None, :], WHOLE)
+            weights = _columns(w + source[:, None] + (start + k)[None, :], inside[None, :], WHOLE, EVICT)
+            _wait(PDL)
             there = (token < tokens)[None, :] & inside[:, None]
             given = tl.load(x + token[None, :] * K + (start + k)[:, None], mask=there, other=0.0)
             product = tl.dot(weights, given, product, input_precision="ieee")
@@ -140,7 +151,8 @@ def dot_kernel(
         products = tl.zeros([SPLIT, BR, TOKENS], tl.float32)
         for start in tl.range(0, K, BK, num_stages=STAGES):
             inside = start + k < K
-            weights = _columns(w + source[None, :, None] + (start + k)[:, None, :], inside[:, None, :], WHOLE)
+            weights = _columns(w + source[None, :, None] + (start + k)[:, None, :], inside[:, None, :], WHOLE, EVICT)
+            _wait(PDL)
             there = (token < tokens)[None, None, :] & inside[:, :, None]
             given = tl.load(x + token[None, None, :] * K + (start + k)[:, :, None], mask=there, other=0.0)
             products = tl.dot(weights, given, products, input_precision="ieee")
@@ -164,11 +176,12 @@ def launch(x: Tensor, weights: Sequence[Tensor], tile: Tile | None = None) -> Te
     y = x.new_empty(tokens, total)
     if not (tokens and total and K):
         return y.zero_()
-    BR, BK, split, stages, unroll, warps = tile or choose(tokens, weights)
+    BR, BK, split, stages, unroll, warps, evict, pdl = tile or choose(tokens, weights)
     blocks = sum([(count + BR - 1) // BR for count in rows])
     missing = 4 - len(rows)
     given = (x.contiguous(), *weights, *weights[:1] * missing, y, tokens, *rows, *[0] * missing, total)
     fixed = {"K": K, "WEIGHTS": len(rows), "BR": BR, "BK": BK, "STAGES": stages, "num_warps": warps}
+    fixed |= {"EVICT": evict, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     with on(x.device):
         if split:
             dot_kernel[(blocks,)](*given, **fixed, TOKENS=DOT_TOKENS, SPLIT=split)
