@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from qwenlinear._launch import eager, written
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.capabilities import Form, KernelCapabilities, Tolerance
@@ -100,6 +101,12 @@ class TritonKernel(GatedDeltaKernel):
         state, boundaries, normalise = inputs.initial_state, inputs.boundaries, inputs.use_qk_l2norm_in_kernel
         if inputs.state_in_place:
             assert state is not None, "validated"
+            if eager(inputs.q):
+                from qwenlinear.kernels import _step_triton
+
+                o = _step_triton.launch(*tensors, inputs.scale, state, state, boundaries, normalise)
+                written(state)
+                return o, state
             return gated_delta_step_in_place(*tensors, inputs.scale, state, boundaries, normalise), state
         states = inputs.N if inputs.output_final_state else 0
         answer: Answer = gated_delta_step(*tensors, inputs.scale, state, boundaries, normalise, states)

@@ -15,7 +15,7 @@ from qwenlinear.kernels.tangents import forward_mode
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import GROUPED, by_key_head, projection_names
-from qwenlinear.ops.skinny import skinny_linear_op, why_not_skinny
+from qwenlinear.ops.skinny import launched, why_not_skinny
 
 OUTPUT = ("out_proj",)
 
@@ -99,7 +99,7 @@ def why_called(
     Returns:
         One reason in words, or None.
     """
-    if autocast_enabled(device):
+    if autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
     if (reason := why_not_skinny(device, dtype, shape[0])) is not None:
         return reason
@@ -132,5 +132,6 @@ def _products(layer: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ..
     weights = [getattr(layer, name).weight for name in names]
     if x.dtype != weights[0].dtype:  # under autocast
         x = x.to(weights[0].dtype)
-    y: Tensor = skinny_linear_op(x.view(x.shape[0], x.shape[2]), weights)
-    return y[:, None].split_with_sizes([weight.shape[0] for weight in weights], -1)
+    return launched(x.view(x.shape[0], x.shape[2]), weights)[:, None].split_with_sizes(
+        [weight.shape[0] for weight in weights], -1
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwenlinear._launch import eager, written
 from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
@@ -68,8 +69,14 @@ def decode_prologue(
     width, sizes = weight.shape[2], (q.shape[3], v.shape[4])
     if why_not_fused(q.device, q.dtype, activation=activation, width=width, head_dims=sizes) is None:
         refuse_forward_mode("decode_prologue", *tensors)
-        prepared: Prepared = decode_prologue_op(*tensors, l2norm)
-        return prepared
+        if eager(q):
+            from qwenlinear.ops import _decode_triton
+
+            prepared = _decode_triton.launch(*tensors, l2norm)
+            written(conv_state)
+            return prepared
+        through: Prepared = decode_prologue_op(*tensors, l2norm)
+        return through
     return decode_prologue_twin(*tensors, activation=activation, l2norm=l2norm)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qwenlinear._launch import eager
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 
@@ -44,6 +45,10 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         )
     if why_not_fused(o.device, o.dtype, norm_size=o.shape[-1]) is None:
         refuse_forward_mode("epilogue", o, z, weight)
+        if eager(o) and not (torch.is_grad_enabled() and (o.requires_grad or z.requires_grad or weight.requires_grad)):
+            from qwenlinear.ops import _epilogue_triton
+
+            return _epilogue_triton.forward(o, z, weight, eps)
         y: Tensor = gated_rms_norm_op(o, z, weight, eps)
         return y
     return gated_rms_norm(o, z, weight, eps)

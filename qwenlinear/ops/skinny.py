@@ -1,4 +1,4 @@
-"""Products of a few tokens with large weights, as decoding has them: what they take is the time to read the weights."""
+"""Products of a few rows with several weights, where reading the weights is all the work: the projections of a decoded token."""
 
 from __future__ import annotations
 
@@ -8,93 +8,114 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qwenlinear._launch import eager
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
-MAX_TOKENS = 16
-"""The most tokens of a product: what one instruction of the tensor cores takes, and more would make it one for cuBLAS."""
+MAX_ROWS = 16
+"""Rows of x that one launch is for: what an instruction of the tensor cores takes."""
 
 MAX_WEIGHTS = 4
-"""The most weights of one launch."""
+"""Weights of one launch."""
 
 
-def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for each of up to four weights, in one launch that reads every weight once, where it lies.
+def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``torch.cat([F.linear(x, w) for w in weights], -1)`` for a few rows, where reading the weights is all the work.
 
-    In Triton where :func:`why_not_skinny` has nothing against it, else in PyTorch (:func:`skinny_linear_twin`). Sums are
-    float32 (no TF32) and rounded once; two calls are equal bit by bit. There are no gradients.
+    In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch (:func:`skinny_linear_twin`).
+    Sums are float32 and rounded once, float32 weights are multiplied without TF32, two calls are equal bit by bit, and no
+    weight is copied. There are no gradients.
 
     Args:
-        x: ``[N, hidden]``, N tokens.
-        weights: one to four of ``[rows, hidden]``, contiguous, in x's dtype and on its device; any rows, any hidden.
+        x: ``[N, D]``.
+        weights: one to four ``[R, D]`` in x's dtype, any R and D.
 
     Returns:
-        ``[N, rows]`` for each weight: views of one buffer ``[N, all rows]``, side by side.
+        ``[N, sum of R]`` in x's dtype, contiguous: what ``split`` cuts into each weight's part without a copy.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a strided weight, or a gradient that would be wanted.
+        ValueError: shapes, dtypes or devices that do not fit, or a gradient that would be wanted.
         NotImplementedError: forward-mode differentiation of the Triton form.
 
     Example:
-        >>> x, first, second = torch.randn(2, 8), torch.randn(5, 8), torch.randn(3, 8)
-        >>> y, z = skinny_linear(x, [first, second])
-        >>> y.shape, z.shape, z.data_ptr() - y.data_ptr() == 5 * y.element_size()
-        (torch.Size([2, 5]), torch.Size([2, 3]), True)
+        >>> x, weights = torch.randn(1, 8), [torch.randn(3, 8), torch.randn(2, 8)]
+        >>> y, z = skinny_linear(x, weights).split([3, 2], -1)
+        >>> torch.allclose(y, x @ weights[0].t(), atol=1e-5), torch.allclose(z, x @ weights[1].t(), atol=1e-5)
+        (True, True)
     """
     _check(x, weights)
-    if why_not_skinny(x.device, x.dtype, x.shape[0]) is None:
-        refuse_forward_mode("skinny_linear", x, *weights)
-        y: Tensor = skinny_linear_op(x, list(weights))
-        return y.split_with_sizes([weight.shape[0] for weight in weights], 1)
-    return skinny_linear_twin(x, weights)
+    if why_not_skinny(x.device, x.dtype, x.shape[0], weights) is not None:
+        return skinny_linear_twin(x, weights)
+    refuse_forward_mode("skinny_linear", x, *weights)
+    return launched(x, weights)
 
 
-def skinny_linear_twin(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def skinny_linear_twin(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """:func:`skinny_linear` in PyTorch: a product for each weight, put side by side.
 
     Args: those of :func:`skinny_linear`.
 
     Returns:
-        Its views.
+        ``[N, sum of R]``.
 
     Example:
         >>> skinny_linear_twin(torch.ones(1, 3), [torch.ones(1, 3), torch.zeros(2, 3)])
-        (tensor([[3.]]), tensor([[0., 0.]]))
+        tensor([[3., 0., 0.]])
     """
-    y = torch.cat([F.linear(x, weight) for weight in weights], 1)
-    return y.split_with_sizes([weight.shape[0] for weight in weights], 1)
+    return torch.cat([F.linear(x, w) for w in weights], -1)
 
 
-def why_not_skinny(device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
-    """Why :func:`skinny_linear` does not run in Triton.
+def launched(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The Triton form for whoever has looked at everything already, at every token.
+
+    Args:
+        x: ``[N, D]``, N up to :data:`MAX_ROWS`.
+        weights: one to four ``[R, D]``, contiguous, in x's dtype and on its device.
+
+    Returns:
+        ``[N, sum of R]``.
+    """
+    if eager(x):
+        from qwenlinear.ops import _skinny_triton
+
+        return _skinny_triton.launch(x, weights)
+    y: Tensor = skinny_linear_op(x, list(weights))
+    return y
+
+
+def why_not_skinny(device: torch.device, dtype: torch.dtype, rows: int, weights: Sequence[Tensor] = ()) -> str | None:
+    """Why a product of a few rows is left to PyTorch.
 
     Args:
         device: where the tensors are.
-        dtype: of x and the weights.
-        tokens: N.
+        dtype: of x.
+        rows: N.
+        weights: ``[R, D]`` each, of which only the metadata is looked at; default none of them.
 
     Returns:
-        One reason in words, or None where it does. Launches nothing.
+        One reason in words, or None for one Triton launch.
 
     Example:
         >>> why_not_skinny(torch.device("cuda"), torch.bfloat16, 300)
-        '300 tokens, more than 16'
+        '300 rows, more than 16'
     """
-    if tokens > MAX_TOKENS:
-        return f"{tokens} tokens, more than {MAX_TOKENS}"
-    return why_not_fused(device, dtype)
+    if rows > MAX_ROWS:
+        return f"{rows} rows, more than {MAX_ROWS}"
+    if (reason := why_not_fused(device, dtype)) is not None:
+        return reason
+    if not all(w.is_contiguous() for w in weights):
+        return "a weight that is not contiguous"
+    return None
 
 
 def _check(x: Tensor, weights: Sequence[Tensor]) -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x needs shape [N, hidden] and a floating dtype, got {list(x.shape)}, {x.dtype}")
+        raise ValueError(f"x needs shape [N, D] and a floating dtype, got {list(x.shape)}, {x.dtype}")
     if not 1 <= len(weights) <= MAX_WEIGHTS:
         raise ValueError(f"weights needs one to {MAX_WEIGHTS} tensors, got {len(weights)}")
-    for at, weight in enumerate(weights):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous():
-            got = f"{list(weight.shape)} with strides {list(weight.stride())}"
-            raise ValueError(f"weights[{at}] needs shape [rows, {x.shape[1]}], contiguous, got {got}")
-        if weight.dtype != x.dtype or weight.device != x.device:
-            raise ValueError(f"weights[{at}] needs {x.dtype} on {x.device}, got {weight.dtype} on {weight.device}")
+    for i, w in enumerate(weights):
+        if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype != x.dtype or w.device != x.device:
+            needs = f"shape [R, {x.shape[1]}], {x.dtype}, on {x.device}"
+            raise ValueError(f"weights[{i}] needs {needs}, got {list(w.shape)}, {w.dtype}, on {w.device}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
         raise ValueError(
             "skinny_linear needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "
@@ -107,12 +128,12 @@ def _check(x: Tensor, weights: Sequence[Tensor]) -> None:
 
 @torch.library.custom_op("qwenlinear::skinny_linear", mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor")
 def skinny_linear_op(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """The Triton form: the whole buffer ``[N, all rows]``."""
-    from qwenlinear.ops import _linear_triton
+    """The Triton form."""
+    from qwenlinear.ops import _skinny_triton
 
-    return _linear_triton.launch(x, weights)
+    return _skinny_triton.launch(x, weights)
 
 
 @skinny_linear_op.register_fake
 def _(x: Tensor, weights: list[Tensor]) -> Tensor:
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))

@@ -25,7 +25,7 @@ from qwenlinear.layers import (
     projection,
 )
 from qwenlinear.layers import token as token_products
-from qwenlinear.ops.skinny import MAX_TOKENS
+from qwenlinear.ops.skinny import MAX_ROWS
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def mask(kind: str) -> torch.Tensor | None:
 def answers(layer, x: torch.Tensor, *arguments, run=None) -> dict[str, torch.Tensor]:
     """The output and every gradient, from fixed cotangents."""
     leaf = x.clone().requires_grad_()
-    output = (run or layer)(leaf, *arguments)
+    output = (layer if run is None else run)(leaf, *arguments)
     generator = torch.Generator(DEVICE).manual_seed(3)
     upstream = torch.randn(output.shape, device=DEVICE, generator=generator, dtype=torch.float64).to(output.dtype)
     named = {"hidden_states": leaf, **dict(layer.named_parameters())}
@@ -275,7 +275,7 @@ def test_decoding_with_and_without_skinny_products(layer_class, B, monkeypatch) 
         fast(x[:, :4], cache=cache)
         text = fast.explain(x[:, 4:5], cache=cache)
         launched = "projections: one launch for all input weights, and one for out_proj" in text
-        assert launched is (way == "launches" and B <= MAX_TOKENS), text
+        assert launched is (way == "launches" and B <= MAX_ROWS), text
         got = torch.cat([fast(x[:, t : t + 1], cache=cache) for t in range(4, 12)], 1)
         errors[way] = relative(got, want)
     assert max(errors.values()) < 2e-2, errors

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, TorchKernel, ops
 from qwenlinear.layers import GatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet, projection
 from qwenlinear.ops import available
+from qwenlinear.ops.skinny import MAX_ROWS
 from tests.ops.decode_cases import one_token
 
 CONFIG = GatedDeltaNetConfig(
@@ -187,6 +188,47 @@ def test_decoding(layer, fused) -> None:
 
 
 @torch.no_grad()
+def test_a_token_of_called_modules(layer, fused) -> None:
+    """Hooks and adapters on a projection are called, a bias is added, more sequences than a launch is for are multiplied."""
+    name, x, seen = projection.projection_names(layer)[-1], torch.randn(2, 3, 32), []
+    module, plain = getattr(layer, name), layer(x)
+    fused(True)
+
+    def decode(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        cache = GatedDeltaNetCache()
+        outputs = [layer(piece, cache=cache) for piece in x.split(1, 1)]
+        return torch.cat(outputs, 1), layer.explain(x[:, :1], cache=cache)
+
+    handle = module.register_forward_hook(lambda *_: seen.append(name))
+    got, text = decode(x)
+    handle.remove()
+    assert len(seen) == 3
+    assert f"separate products: {name} has hooks" in text
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    many = torch.randn(MAX_ROWS + 1, 2, 32)
+    got, text = decode(many)
+    assert f"separate products: {MAX_ROWS + 1} rows, more than {MAX_ROWS}" in text
+    torch.testing.assert_close(got, layer(many), rtol=1e-4, atol=1e-5)
+    layer.out_proj.bias = torch.nn.Parameter(torch.ones(32))
+    torch.testing.assert_close(decode(x)[0], plain + 1, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_written_state_is_no_longer_what_was_saved(layer, fused) -> None:
+    """A launch without the dispatcher tells autograd all the same."""
+    fused(True)
+    cache, x = GatedDeltaNetCache(), torch.randn(2, 3, 32)
+    for piece in x.split(1, 1):
+        versions = [None if s is None else s._version for s in (cache.conv_state, cache.recurrent_state)]
+        layer(piece, cache=cache)
+    assert cache.conv_state._version > versions[0]
+    token = one_token(torch.float32)
+    before = token["conv_state"]._version
+    ops.decode_prologue(**token)
+    assert token["conv_state"]._version > before
+
+
+@torch.no_grad()
 def test_decoding_refuses_forward_mode_before_it_writes(layer, fused) -> None:
     cache, x = GatedDeltaNetCache(), torch.randn(2, 6, 32)
     for piece in x.split([3, 1, 1, 1], 1)[:3]:
@@ -218,7 +260,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
             head_dims=(16, 16),
         )[0],
         "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
-        "skinny_linear": lambda t: ops.skinny_linear(t * o[0, 0], [o[0, 1]])[0],
+        "skinny_linear": lambda t: ops.skinny_linear(t * o[0, 0], [o[0, 1]]),
         "decode_prologue": lambda t: ops.decode_prologue(**{**token, "k": token["k"] * t})[1],
     }
     one = torch.ones(())

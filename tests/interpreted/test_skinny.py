@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwenlinear.ops import _linear_triton
-from qwenlinear.ops._linear_triton import Tile
+from qwenlinear.ops import _skinny_triton
+from qwenlinear.ops._skinny_triton import Tile
 from qwenlinear.ops.skinny import skinny_linear_op, skinny_linear_twin
 from tests.kernels.reference import relative
 
@@ -20,7 +20,7 @@ def case(dtype, rows, hidden, tokens):
 
 
 def exact(x, weights):
-    return torch.cat(skinny_linear_twin(x.double(), [weight.double() for weight in weights]), 1)
+    return skinny_linear_twin(x.double(), [weight.double() for weight in weights])
 
 
 @DTYPES
@@ -40,7 +40,7 @@ def test_against_float64(dtype, rows, tokens):
 def test_columns_in_several_blocks(dtype, hidden, tokens):
     x, weights = case(dtype, (11, 6), hidden, tokens)
     for tile in (Tile(4, 16, 0, 1, 2, 4), Tile(8, 32, 0, 2, 1, 4), Tile(16, 16, 1, 2, 1, 4), Tile(16, 32, 2, 2, 1, 4)):
-        assert relative(_linear_triton.launch(x, weights, tile), exact(x, weights)) < ROUNDING[dtype], tile
+        assert relative(_skinny_triton.launch(x, weights, tile), exact(x, weights)) < ROUNDING[dtype], tile
 
 
 def test_bfloat16_multiplied_and_summed():
@@ -54,7 +54,7 @@ def test_nothing_outside_is_written_or_read():
     memory = torch.full((40, 72), float("nan"))
     weights = [memory[1:8].normal_(), memory[10:23].normal_(), memory[30:31].normal_()]
     for tile in (None, Tile(16, 32, 2, 2, 1, 4)):
-        assert relative(_linear_triton.launch(x, weights, tile), exact(x, weights)) < 1e-6
+        assert relative(_skinny_triton.launch(x, weights, tile), exact(x, weights)) < 1e-6
 
 
 @pytest.mark.parametrize(("tokens", "rows", "hidden"), [(0, (4, 3), 8), (2, (0,), 8), (2, (4, 3), 0)])
@@ -77,8 +77,8 @@ def test_a_strided_x_is_read_right():
 def test_weights_are_not_copied(monkeypatch):
     handed = []
     x, weights = case(torch.float32, (5, 2), 72, 1)
-    monkeypatch.setattr(_linear_triton, "summed_kernel", _Spy(handed))
-    _linear_triton.launch(x, weights)
+    monkeypatch.setattr(_skinny_triton, "summed_kernel", _Spy(handed))
+    _skinny_triton.launch(x, weights)
     assert [handed[0].data_ptr(), *(t.data_ptr() for t in handed[1:3])] == [t.data_ptr() for t in (x, *weights)]
 
 
@@ -88,6 +88,16 @@ class _Spy:
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.handed.extend(args)
+
+
+def test_infinite_and_not_a_number_stay_where_they_are():
+    x, weights = torch.randn(2, 12), [torch.randn(4, 12), torch.randn(3, 12)]
+    x[1, 11], weights[1][2, 0] = float("inf"), float("nan")
+    for tile in (None, Tile(16, 16, 2, 2, 1, 4)):
+        got, want = _skinny_triton.launch(x, weights, tile), skinny_linear_twin(x, weights)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.isinf(), want.isinf())
+        assert got[0, :6].isfinite().all()
 
 
 def test_the_operator_is_well_formed():

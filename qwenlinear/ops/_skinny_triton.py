@@ -169,7 +169,7 @@ def choose(tokens: int, weights: Sequence[Tensor]) -> Tile:
 
 
 def launch(x: Tensor, weights: Sequence[Tensor], tile: Tile | None = None) -> Tensor:
-    """`qwenlinear.ops.few_row_linear` without its checks: ``[tokens, all rows]``."""
+    """`qwenlinear.ops.skinny_linear` without its checks: ``[tokens, all rows]``."""
     tokens, K = x.shape
     rows = [weight.shape[0] for weight in weights]
     total = sum(rows)
