@@ -15,7 +15,7 @@ from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_pr
 from qwenlinear.layers.plain import why_not_plain
 from qwenlinear.layers.projection import projection_names, why_not_joined, why_separate
 from qwenlinear.layers.short_conv import ShortConvolution
-from qwenlinear.layers.token import OUTPUT, why_called
+from qwenlinear.layers.token import OUTPUT, readable
 from qwenlinear.ops import why_not_fused
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
     projections = "one product" if separate is None else f"separate products ({separate})"
     prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
-    called = _why_called(layer, config, device, dtype, 1)
-    first = next((reason for reason in called if reason is not None), None)  # as a rule one reason holds for both
-    decoding = "two skinny products" if first is None else f"products apart ({first})"
+    said = [reason for reason in _why_called(layer, config, device, dtype, 1) if reason is not None]
+    decoding = f"products apart ({said[0]})" if said else "two skinny products"  # as a rule one reason holds for both
     return f"projections={projections}, prologue={prologue}, epilogue={epilogue}, decoding={decoding}"
 
 
@@ -46,10 +45,9 @@ def _why_called(
     layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype, batch: int
 ) -> tuple[str | None, str | None]:
     """Why the input projections of a token are called as modules, and why the output projection is."""
-    return (
-        why_called(layer, projection_names(layer), device, dtype, (batch, config.hidden_size)),
-        why_called(layer, OUTPUT, device, dtype, (batch, config.value_dim)),
-    )
+    given = readable(layer, projection_names(layer), device, dtype, (batch, config.hidden_size))
+    taken = readable(layer, OUTPUT, device, dtype, (batch, config.value_dim))
+    return given if isinstance(given, str) else None, taken if isinstance(taken, str) else None
 
 
 def _taken(layer: Any) -> tuple[torch.device, torch.dtype]:

@@ -84,10 +84,10 @@ def project_output(layer: Any, o: Tensor) -> Tensor:
     return _products(layer, OUTPUT, o)[0]
 
 
-def why_called(
+def readable(
     layer: Any, names: Iterable[str], device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
-) -> str | None:
-    """Why projections of one token are calls of their modules, and not one launch.
+) -> list[Tensor] | str:
+    """The weights that one launch reads in place of calls of their modules, or why there is none.
 
     Args:
         layer: whose modules they are.
@@ -97,7 +97,7 @@ def why_called(
         shape: B and the input's width.
 
     Returns:
-        One reason in words, or None.
+        ``[rows, width]`` of each module, the parameters themselves; or one reason in words.
     """
     if autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
@@ -105,33 +105,37 @@ def why_called(
         return reason
     if forward_mode():
         return "derivatives are carried forward"
+    weights = []
     for name in names:
-        if (reason := _why_not_read(getattr(layer, name), device, dtype, shape[1])) is not None:
+        module = getattr(layer, name)
+        if (reason := why_not_plain(module, nn.Linear)) is not None:
             return f"{name} {reason}"
-    return None
+        if _own(module, "bias") is not None:
+            return f"{name} has a bias"
+        weight = _own(module, "weight")
+        if weight.dtype != dtype:
+            return f"{name} has a weight of {weight.dtype} for inputs of {dtype}"
+        if weight.shape[1] != shape[1] or weight.device != device or not weight.is_contiguous():
+            return f"{name} has a weight of its own shape, device or layout"
+        weights.append(weight)
+    return weights
 
 
-def _why_not_read(module: Any, device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
-    """Why a module's weight cannot take the module's place; follows the module's name."""
-    if (reason := why_not_plain(module, nn.Linear)) is not None:
-        return reason
-    if module.bias is not None:
-        return "has a bias"
-    weight = module.weight
-    if weight.dtype != dtype:
-        return f"has a weight of {weight.dtype} for inputs of {dtype}"
-    if weight.shape[1] != columns or weight.device != device or not weight.is_contiguous():
-        return "has a weight of its own shape, device or layout"
-    return None
+def _own(module: nn.Linear, name: str) -> Any:
+    """An attribute that is a parameter as a rule: a module's own look-up is slow."""
+    try:
+        return module._parameters[name]
+    except KeyError:
+        return getattr(module, name)
 
 
 def _products(layer: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ...]:
     """``[B, 1, rows]`` of each module."""
-    if why_called(layer, names, x.device, x.dtype, (x.shape[0], x.shape[2])) is not None:
+    B, _, width = x.shape
+    weights = readable(layer, names, x.device, x.dtype, (B, width))
+    if isinstance(weights, str):
         return tuple(getattr(layer, name)(x) for name in names)
-    weights = [getattr(layer, name).weight for name in names]
     if x.dtype != weights[0].dtype:  # under autocast
         x = x.to(weights[0].dtype)
-    return launched(x.view(x.shape[0], x.shape[2]), weights)[:, None].split_with_sizes(
-        [weight.shape[0] for weight in weights], -1
-    )
+    y = launched(x.view(B, width), weights)[:, None]
+    return (y,) if len(weights) == 1 else y.split_with_sizes([weight.shape[0] for weight in weights], -1)

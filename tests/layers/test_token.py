@@ -58,7 +58,7 @@ def test_a_module_that_is_more_than_its_weight_is_called(make_layer, launches, c
     name = projection_names(layer)[0] if which == "an input projection" else "out_proj"
     change(layer, name)
     shape = (2, getattr(layer, name).weight.shape[1])
-    said = token.why_called(layer, [name], x.device, x.dtype, shape)
+    said = token.readable(layer, [name], x.device, x.dtype, shape)
     assert said.startswith(f"{name} ")
     assert words.replace("of several dtypes", "a weight of torch.float32 for inputs of torch.float64") in said
     if change.__name__ == "narrow":
@@ -118,10 +118,13 @@ def test_autocast(make_layer, launches, weights) -> None:
         getattr(layer, name).to(weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, _ = decoded(layer, x)
-        said = token.why_called(layer, ["out_proj"], x.device, x.dtype, (2, 32))
+        said = token.readable(layer, ["out_proj"], x.device, x.dtype, (2, 32))
     assert len(launches) == (6 if weights == torch.bfloat16 else 0)
     assert (got - want).norm() < 2e-2 * want.norm()
-    assert said == (None if launches else "out_proj has a weight of torch.float32 for inputs of torch.bfloat16")
+    if launches:
+        assert said[0] is layer.out_proj.weight
+    else:
+        assert said == "out_proj has a weight of torch.float32 for inputs of torch.bfloat16"
 
 
 def test_other_sizes(layer_class, config, launches) -> None:
