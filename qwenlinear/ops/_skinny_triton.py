@@ -1,9 +1,9 @@
-"""Products of a few tokens with the transposes of up to four weights in one launch, at the speed of reading the weights.
+"""A few rows times the transposes of up to four weights in one launch, at the speed of reading the weights.
 
 A program takes BR rows of one weight, over all of its columns, so that no two programs add to one number and two runs are
 equal bit by bit. What limits it is how many bytes are under way: 25 to 32 KB for each multiprocessor. Two forms:
-multiply and sum, in which every thread reads 16 bytes of each of its rows at once, and products on tensor cores, where the
-tokens are padded to 16 and the columns of a block may be split over the warps.
+multiply and sum, in which every thread reads 16 bytes of each of its rows at once, and products on tensor cores, where x is
+padded to 16 rows and the columns of a block may be split over the warps.
 """
 
 # mypy: ignore-errors
@@ -12,20 +12,24 @@ tokens are padded to 16 and the columns of a block may be split over the warps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qwenlinear._launch import on
 
-SUMMED_TOKENS = 4
-"""Tokens of one program that multiplies and sums: each needs accumulators of its own."""
+SUMMED_ROWS = 4
+"""Rows of x of one program that multiplies and sums: each needs accumulators of its own."""
 
-DOT_TOKENS = 16
-"""Tokens of a product on tensor cores."""
+DOT_ROWS = 16
+"""Rows of x of a product on tensor cores."""
+
+_THREAD = 128  # bytes of weights that a thread asks for at once: eight loads
+_BLOCK = 8192  # bytes of one row's longest block
+_MANY_ROWS = 8192  # of all weights, from which on larger programs still fill the machine
 
 
 class Tile(NamedTuple):
@@ -161,32 +165,58 @@ def dot_kernel(
     tl.store(out, product.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (token < tokens)[None, :])
 
 
-def choose(tokens: int, weights: Sequence[Tensor]) -> Tile:
-    """The tile for a call. Float32 multiplies and sums for any number of tokens: tensor cores would round the factors."""
-    if tokens <= SUMMED_TOKENS or weights[0].dtype == torch.float32:
-        return Tile(4, 4096 // weights[0].element_size(), 0, 1, 1, 4)
-    return Tile(16, 512, 4, 4, 1, 4)
+@lru_cache(maxsize=256)
+def choose(rows: int, K: int, size: int, total: int) -> Tile:
+    """How the work is cut; docs/performance-notes.md says why.
+
+    Args:
+        rows: of x.
+        K: columns of x and the weights.
+        size: bytes of an element.
+        total: rows of all weights.
+
+    Returns:
+        A tile.
+    """
+    if rows > SUMMED_ROWS and size < 4:  # tensor cores would round float32's factors: it multiplies and sums any number
+        # programs share x in the second-level cache: half as many read half as much, where there are enough of them
+        if total >= _MANY_ROWS:
+            return Tile(32, max(64, min(256, triton.next_power_of_2(K))), 4, 4, 1, 4)
+        return Tile(16, max(64, min(512, triton.next_power_of_2(K))), 4, 3, 1, 4)
+    BK = K & -K  # whole blocks, without a mask, where they are not too short
+    if BK * size < 512:
+        BK = triton.next_power_of_2(K)
+    BK = max(16, min(BK, _BLOCK // size))
+    warps = max(1, min(8, BK * size // 1024))
+    return Tile(max(4, min(32, warps * _THREAD * 32 // (BK * size))), BK, 0, 1, 1, warps)
 
 
 def launch(x: Tensor, weights: Sequence[Tensor], tile: Tile | None = None) -> Tensor:
-    """`qwenlinear.ops.skinny_linear` without its checks: ``[tokens, all rows]``."""
-    tokens, K = x.shape
+    """`qwenlinear.ops.skinny_linear` without its checks.
+
+    Args:
+        x: ``[N, K]``, N up to :data:`DOT_ROWS`.
+        weights: one to four ``[R, K]``, contiguous.
+        tile: how to cut the work; default :func:`choose`'s.
+
+    Returns:
+        ``[N, sum of R]`` in x's dtype.
+    """
+    N, K = x.shape
     rows = [weight.shape[0] for weight in weights]
     total = sum(rows)
-    y = x.new_empty(tokens, total)
-    if not (tokens and total and K):
+    y = x.new_empty(N, total)
+    if not (N and total and K):
         return y.zero_()
-    BR, BK, split, stages, unroll, warps, evict, pdl = tile or choose(tokens, weights)
-    blocks = sum([(count + BR - 1) // BR for count in rows])
-    missing = 4 - len(rows)
-    given = (x.contiguous(), *weights, *weights[:1] * missing, y, tokens, *rows, *[0] * missing, total)
-    fixed = {"K": K, "WEIGHTS": len(rows), "BR": BR, "BK": BK, "STAGES": stages, "num_warps": warps}
-    fixed |= {"EVICT": evict, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    BR, BK, split, stages, unroll, warps, evict, pdl = tile or choose(N, K, x.element_size(), total)
+    programs, absent = sum([(count + BR - 1) // BR for count in rows]), 4 - len(rows)
+    given = (x.contiguous(), *weights, *[weights[0]] * absent, y, N, *rows, *[0] * absent, total, K, len(rows))
+    options = {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}
     with on(x.device):
         if split:
-            dot_kernel[(blocks,)](*given, **fixed, TOKENS=DOT_TOKENS, SPLIT=split)
+            dot_kernel[(programs,)](*given, DOT_ROWS, BR, BK, split, stages, evict, pdl, **options)
         else:
-            together = min(tokens, SUMMED_TOKENS)
-            groups = (tokens + together - 1) // together
-            summed_kernel[(blocks * groups,)](*given, **fixed, TOKENS=together, UNROLL=unroll)
+            together = min(N, SUMMED_ROWS)
+            programs *= (N + together - 1) // together
+            summed_kernel[(programs,)](*given, together, BR, BK, stages, unroll, evict, pdl, **options)
     return y

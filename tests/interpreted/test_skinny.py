@@ -43,6 +43,23 @@ def test_columns_in_several_blocks(dtype, hidden, tokens):
         assert relative(_skinny_triton.launch(x, weights, tile), exact(x, weights)) < ROUNDING[dtype], tile
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("K", [1, 45, 64, 1000, 2048, 2560, 4096, 5120, 7000, 16384])
+def test_a_tile_is_one_that_triton_takes(K, size):
+    for rows in (1, 4, 5, 16):
+        for total in (1, 2048, 12352):
+            tile = _skinny_triton.choose(rows, K, size, total)
+            assert all(n & (n - 1) == 0 for n in (tile.BR, tile.BK, tile.warps))
+            assert tile.BK * size <= 8192
+            assert bool(tile.split) is (rows > 4 and size == 2)
+            if tile.split:
+                assert tile.BK // tile.split >= 16  # the shortest product on tensor cores
+                shared = tile.stages * tile.BK * size * (tile.BR + _skinny_triton.DOT_ROWS)
+                assert shared <= 99 * 1024  # what the smallest device of compute capability 8.6 has
+            else:
+                assert tile.BR * tile.BK * size <= 128 * 32 * tile.warps  # a thread's loads
+
+
 def test_bfloat16_multiplied_and_summed():
     x, weights = case(torch.bfloat16, (33, 7), 72, 3)
     assert relative(skinny_linear_op(x, weights), exact(x, weights)) < 4e-3
