@@ -25,7 +25,8 @@ from qwenlinear.layers.explain import describe
 from qwenlinear.layers.mixing import MixingWeights, check_step, decode_in_place, prepare, recur, why_norm_is_called
 from qwenlinear.layers.padding import real_tokens
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import project, project_back, project_token
+from qwenlinear.layers.projection import project
+from qwenlinear.layers.token import project_output, project_token
 from qwenlinear.ops import epilogue
 
 
@@ -203,7 +204,7 @@ def _decode(layer: Any, injection: Injection, x: Tensor, cache: Any, past: Tenso
             state = past.to(token.q.dtype, copy=True, memory_format=torch.contiguous_format)
             o = decode_in_place(c, kernel, token, weights, state, recurrent_state)
             o = epilogue(o.view_as(token.z), token.z, layer.norm.weight, c.rms_norm_eps)
-        output = project_back(layer.out_proj, o.flatten(2))
+        output = project_output(layer, o.flatten(2))
         newest = state[..., -1:].transpose(1, 2)
         write_states(cache, layer.layer_idx, newest, past, recurrent_state, c.linear_conv_kernel_dim)
     return output

@@ -13,8 +13,9 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import projection_names, why_called, why_not_joined, why_separate
+from qwenlinear.layers.projection import projection_names, why_not_joined, why_separate
 from qwenlinear.layers.short_conv import ShortConvolution
+from qwenlinear.layers.token import OUTPUT, readable
 from qwenlinear.ops import why_not_fused
 
 if TYPE_CHECKING:
@@ -35,7 +36,18 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
     separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
     projections = "one product" if separate is None else f"separate products ({separate})"
     prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
-    return f"projections={projections}, prologue={prologue}, epilogue={epilogue}"
+    said = [reason for reason in _why_called(layer, config, device, dtype, 1) if reason is not None]
+    decoding = f"products apart ({said[0]})" if said else "two skinny products"  # as a rule one reason holds for both
+    return f"projections={projections}, prologue={prologue}, epilogue={epilogue}, decoding={decoding}"
+
+
+def _why_called(
+    layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype, batch: int
+) -> tuple[str | None, str | None]:
+    """Why the input projections of a token are called as modules, and why the output projection is."""
+    given = readable(layer, projection_names(layer), device, dtype, (batch, config.hidden_size))
+    taken = readable(layer, OUTPUT, device, dtype, (batch, config.value_dim))
+    return given if isinstance(given, str) else None, taken if isinstance(taken, str) else None
 
 
 def _taken(layer: Any) -> tuple[torch.device, torch.dtype]:
@@ -96,10 +108,18 @@ def explain_layer(
 
 def _projections(layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None) -> str:
     if cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None:
-        reason = why_called(layer, layer.config, hidden_states)
-        return "one launch over all weights" if reason is None else f"separate products: {reason}"
+        return _decoding(layer, hidden_states)
     reason = why_separate(layer, layer.config, hidden_states)
     return "one product of all weights, joined for it" if reason is None else f"separate products: {reason}"
+
+
+def _decoding(layer: GatedDeltaNet, hidden_states: Tensor) -> str:
+    device, batch = hidden_states.device, hidden_states.shape[0]
+    given, taken = _why_called(layer, layer.config, device, layer._dtype(hidden_states), batch)
+    before = "one launch for all input weights" if given is None else f"separate products: {given}"
+    if given == taken:
+        return f"{before}, and one for out_proj" if taken is None else before
+    return f"{before}; " + ("one launch for out_proj" if taken is None else f"out_proj is called: {taken}")
 
 
 def _prologue(layer: Any, config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtype) -> str:

@@ -29,8 +29,9 @@ from qwenlinear.layers.mixing import (
     recur,
 )
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import Projected, project, project_back, project_token
+from qwenlinear.layers.projection import Projected, project
 from qwenlinear.layers.short_conv import ShortConvolution
+from qwenlinear.layers.token import project_output, project_token
 from qwenlinear.ops import epilogue
 from qwenlinear.ops.gate import log_decay
 
@@ -181,7 +182,7 @@ class GatedDeltaNet(nn.Module, ABC):
                 o = decode_in_place(config, kernel, token, weights, conv_state, recurrent_state).view_as(token.z)
                 norm = self.norm
                 o = epilogue(o, token.z, norm.weight, norm.eps)
-            return project_back(self.out_proj, o.flatten(2))
+            return project_output(self, o.flatten(2))
 
     def _weights(self) -> MixingWeights:
         return MixingWeights(self.conv1d.weight, self.A_log, self.dt_bias)

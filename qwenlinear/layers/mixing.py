@@ -18,7 +18,8 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.padding import RightPadding
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import Projected, ProjectedToken
+from qwenlinear.layers.projection import Projected
+from qwenlinear.layers.token import ProjectedToken
 from qwenlinear.ops import decode_prologue, prologue, why_not_fused
 from qwenlinear.ops.available import refuse_forward_mode
 

@@ -1,16 +1,15 @@
-"""The projections of a layer: one product where its modules are plain ``nn.Linear``, otherwise the modules as they are.
+"""The input projections of a layer: one product where its modules are plain ``nn.Linear``, otherwise the modules as they are.
 
 The one product multiplies with the weights' rows in the order qkv | b | a | z, put together for the product and dropped after
 it: parameters, names and optimizers know nothing of it, and Qwen3-Next's rows, grouped by key head, are put in order here and
-not as activations. What is kept for the backward pass is the input and the parameters themselves. One token of a few sequences is
-projected in one launch that reads the weights where they are.
+not as activations. What is kept for the backward pass is the input and the parameters themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from qwenlinear.kernels.precision import autocast_enabled, without_autocast
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.ops import skinny_linear, why_not_fused
-from qwenlinear.ops.skinny import why_not_skinny
 
 GROUPED = ("in_proj_qkvz", "in_proj_ba")
 """Qwen3-Next's modules; rows grouped by key head: q, k, its value heads' v, their z; and their b, a."""
@@ -49,26 +46,6 @@ class Projected:
     z: Tensor
 
 
-class ProjectedToken(NamedTuple):
-    """The same of one token a sequence, all of it views of what the modules returned. G is HV // H.
-
-    Args:
-        q: ``[B, 1, H, K]``.
-        k: ``[B, 1, H, K]``.
-        v: ``[B, 1, H, G, V]``.
-        b: ``[B, 1, H, G]``.
-        a: ``[B, 1, H, G]``.
-        z: ``[B, 1, H, G, V]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    b: Tensor
-    a: Tensor
-    z: Tensor
-
-
 def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
     """Through a layer's input projections, whatever has been put in their place (LoRA, quantised weights).
 
@@ -89,84 +66,9 @@ def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
     if projection_names(layer) is FLAT:
         z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
         return Projected(layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x), z)
-    q, k, v, z, b, a = _grouped(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    q, k, v, z, b, a = by_key_head(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
     qkv = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
     return Projected(qkv, b.flatten(2), a.flatten(2), z.flatten(2, 3))
-
-
-def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> ProjectedToken:
-    """The same for one token a sequence, without gradients: no weight and no activation is copied.
-
-    Args:
-        layer: a module with :data:`FLAT` or :data:`GROUPED`.
-        config: its sizes.
-        x: ``[B, 1, hidden_size]``.
-
-    Returns:
-        The parts by head: of one launch where :func:`why_called` has nothing against it, else of the modules.
-    """
-    names = projection_names(layer)
-    if why_called(layer, config, x) is None:
-        weights = [getattr(layer, name).weight for name in names]
-        y = skinny_linear(x.flatten(1), weights)[:, None]
-        # a method of the tensor itself, as below: `split` is Python around it, at every token
-        outputs = y.split_with_sizes([w.shape[0] for w in weights], -1)
-    else:
-        outputs = tuple(getattr(layer, name)(x) for name in names)
-    if names is GROUPED:
-        q, k, v, z, b, a = _grouped(config, *outputs)
-        return ProjectedToken(q, k, v, b, a, z)
-    qkv, z, b, a = outputs
-    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    B, G, key_dim = x.shape[0], config.linear_num_value_heads // H, H * K
-    q, k, v = qkv.split_with_sizes((key_dim, key_dim, H * G * V), -1)
-    return ProjectedToken(
-        q.view(B, 1, H, K),
-        k.view(B, 1, H, K),
-        v.view(B, 1, H, G, V),
-        b.view(B, 1, H, G),
-        a.view(B, 1, H, G),
-        z.view(B, 1, H, G, V),
-    )
-
-
-def project_back(out_proj: nn.Linear, o: Tensor) -> Tensor:
-    """The output projection of one token a sequence, without gradients.
-
-    Args:
-        out_proj: one that :func:`why_not_plain` has nothing against.
-        o: ``[B, 1, value_dim]``.
-
-    Returns:
-        ``[B, 1, hidden_size]``: of one launch where the module has no bias and :func:`why_not_skinny` nothing against it.
-    """
-    weight, bias = out_proj.weight, out_proj._parameters["bias"]  # which PyTorch declares never to be None
-    cast = weight.dtype != o.dtype or autocast_enabled(o.device)
-    if bias is None and not cast and why_not_skinny(o.device, o.dtype, o.shape[0], (weight,)) is None:
-        return skinny_linear(o.flatten(1), (weight,))[:, None]
-    output: Tensor = out_proj(o)
-    return output
-
-
-def why_called(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | None:
-    """Why the projections of one token a sequence are not one launch.
-
-    Args:
-        layer: a module with :data:`FLAT` or :data:`GROUPED`.
-        config: its sizes.
-        x: ``[B, 1, hidden_size]``; only its metadata is looked at.
-
-    Returns:
-        One reason in words, or None where they are.
-    """
-    if (reason := why_not_fused(x.device, x.dtype)) is not None:  # the answer on a CPU, before anything is looked up
-        return reason
-    if autocast_enabled(x.device):
-        return "autocast casts the weights"
-    if (reason := why_not_joined(layer, config, x.dtype, x.device)) is not None:
-        return reason
-    weights = [getattr(layer, name).weight for name in projection_names(layer)]
-    return why_not_skinny(x.device, x.dtype, x.shape[0], weights)
 
 
 def why_separate(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | None:
@@ -234,8 +136,17 @@ def projection_names(layer: Any) -> tuple[str, ...]:
     return GROUPED if hasattr(layer, "in_proj_qkvz") else FLAT
 
 
-def _grouped(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-    """q, k, v, z, b, a by key head, views: ``[B, T, H, K]`` twice, ``[B, T, H, G, V]`` twice, ``[B, T, H, G]`` twice."""
+def by_key_head(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+    """What Qwen3-Next's two projections returned, cut into its parts.
+
+    Args:
+        config: the layer's sizes. G is HV // H.
+        qkvz: ``[B, T, 2 * key_dim + 2 * value_dim]``.
+        ba: ``[B, T, 2 * HV]``.
+
+    Returns:
+        q, k, v, z, b, a, views: ``[B, T, H, K]`` twice, ``[B, T, H, G, V]`` twice, ``[B, T, H, G]`` twice.
+    """
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
     G = config.linear_num_value_heads // H
     B, T, _ = qkvz.shape

@@ -4,6 +4,6 @@ from qwenlinear.ops.available import why_not_fused
 from qwenlinear.ops.decode import decode_prologue
 from qwenlinear.ops.epilogue import epilogue
 from qwenlinear.ops.prologue import prologue
-from qwenlinear.ops.skinny import skinny_linear
+from qwenlinear.ops.skinny import skinny_linear, why_not_skinny
 
-__all__ = ["decode_prologue", "epilogue", "prologue", "skinny_linear", "why_not_fused"]
+__all__ = ["decode_prologue", "epilogue", "prologue", "skinny_linear", "why_not_fused", "why_not_skinny"]

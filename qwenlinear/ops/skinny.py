@@ -1,4 +1,4 @@
-"""Products of a few rows with several weights: what the projections of one decoded token are."""
+"""Products of a few rows with several weights, where reading the weights is all the work: the projections of a decoded token."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ from torch import Tensor
 from qwenlinear._launch import eager, needs_grad
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
-MAX_ROWS = 8
-"""Rows up to which one launch takes less time than a matrix product for each weight."""
+MAX_ROWS = 16
+"""Rows of x that one launch is for: what an instruction of the tensor cores takes."""
 
 MAX_WEIGHTS = 4
 """Weights of one launch."""
-
-MAX_SIZE = 16384
-"""The longest row of a weight that a program holds in registers."""
 
 
 def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """``torch.cat([F.linear(x, w) for w in weights], -1)`` for a few rows, where reading the weights is all the work.
 
-    In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch. Sums are float32 and rounded
-    once, float32 weights are multiplied without TF32, and no weight is copied. There are no gradients.
+    In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch (:func:`skinny_linear_twin`).
+    Sums are float32 and rounded once, float32 weights are multiplied without TF32, two calls are equal bit by bit, and no
+    weight is copied. There are no gradients.
 
     Args:
         x: ``[N, D]``.
-        weights: one to four ``[R, D]`` in x's dtype.
+        weights: one to four ``[R, D]`` in x's dtype, any R and D.
 
     Returns:
-        ``[N, sum of R]`` in x's dtype.
+        ``[N, sum of R]`` in x's dtype, contiguous: what ``split`` cuts into each weight's part without a copy.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or a gradient that would be wanted.
@@ -40,13 +38,42 @@ def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
     Example:
         >>> x, weights = torch.randn(1, 8), [torch.randn(3, 8), torch.randn(2, 8)]
-        >>> torch.allclose(skinny_linear(x, weights), x @ torch.cat(weights).t(), atol=1e-5)
-        True
+        >>> y, z = skinny_linear(x, weights).split([3, 2], -1)
+        >>> torch.allclose(y, x @ weights[0].t(), atol=1e-5), torch.allclose(z, x @ weights[1].t(), atol=1e-5)
+        (True, True)
     """
     _check(x, weights)
     if why_not_skinny(x.device, x.dtype, x.shape[0], weights) is not None:
-        return torch.cat([F.linear(x, w) for w in weights], -1)
+        return skinny_linear_twin(x, weights)
     refuse_forward_mode("skinny_linear", x, *weights)
+    return launched(x, weights)
+
+
+def skinny_linear_twin(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """:func:`skinny_linear` in PyTorch: a product for each weight, put side by side.
+
+    Args: those of :func:`skinny_linear`.
+
+    Returns:
+        ``[N, sum of R]``.
+
+    Example:
+        >>> skinny_linear_twin(torch.ones(1, 3), [torch.ones(1, 3), torch.zeros(2, 3)])
+        tensor([[3., 0., 0.]])
+    """
+    return torch.cat([F.linear(x, w) for w in weights], -1)
+
+
+def launched(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The Triton form for whoever has looked at everything already, at every token.
+
+    Args:
+        x: ``[N, D]``, N up to :data:`MAX_ROWS`.
+        weights: one to four ``[R, D]``, contiguous, in x's dtype and on its device.
+
+    Returns:
+        ``[N, sum of R]``.
+    """
     if eager(x, *weights):
         from qwenlinear.ops import _skinny_triton
 
@@ -55,28 +82,26 @@ def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return y
 
 
-def why_not_skinny(device: torch.device, dtype: torch.dtype, rows: int, weights: Sequence[Tensor]) -> str | None:
+def why_not_skinny(device: torch.device, dtype: torch.dtype, rows: int, weights: Sequence[Tensor] = ()) -> str | None:
     """Why a product of a few rows is left to PyTorch.
 
     Args:
         device: where the tensors are.
         dtype: of x.
         rows: N.
-        weights: ``[R, D]`` each; only their metadata is looked at.
+        weights: ``[R, D]`` each, of which only the metadata is looked at; default none of them.
 
     Returns:
         One reason in words, or None for one Triton launch.
 
     Example:
-        >>> why_not_skinny(torch.device("cpu"), torch.float32, 1, [torch.ones(2, 2)])
-        'tensors on cpu'
+        >>> why_not_skinny(torch.device("cuda"), torch.bfloat16, 300)
+        '300 rows, more than 16'
     """
     if rows > MAX_ROWS:
         return f"{rows} rows, more than {MAX_ROWS}"
     if (reason := why_not_fused(device, dtype)) is not None:
         return reason
-    if weights[0].shape[1] > MAX_SIZE:
-        return f"rows of {weights[0].shape[1]}, longer than {MAX_SIZE}"
     if not all(w.is_contiguous() for w in weights):
         return "a weight that is not contiguous"
     return None
@@ -96,6 +121,9 @@ def _check(x: Tensor, weights: Sequence[Tensor]) -> None:
             "skinny_linear needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "
             "torch.nn.functional.linear, which has them"
         )
+
+
+# ---- the Triton form as an operator --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("qwenlinear::skinny_linear", mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor")

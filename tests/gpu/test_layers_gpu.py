@@ -24,6 +24,8 @@ from qwenlinear.layers import (
     Qwen3NextGatedDeltaNet,
     projection,
 )
+from qwenlinear.layers import token as token_products
+from qwenlinear.ops.skinny import MAX_ROWS
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,6 +261,28 @@ def test_decoding_equals_float64(layer_class, kernel, kind) -> None:
 
 
 @LAYERS
+@pytest.mark.parametrize("B", [1, 3, 16, 17])
+@torch.no_grad()
+def test_decoding_with_and_without_skinny_products(layer_class, B, monkeypatch) -> None:
+    """Neither way is further from float64 than the other by more than rounding; which runs is said."""
+    fast, exact = pair(layer_class, AutoKernel())
+    x, errors = tokens(B, 12), {}
+    want = exact(x.double())[:, 4:]
+    for way in ("launches", "modules"):
+        if way == "modules":
+            monkeypatch.setattr(token_products, "why_not_skinny", lambda *_: "modules are wanted")
+        cache = GatedDeltaNetCache()
+        fast(x[:, :4], cache=cache)
+        text = fast.explain(x[:, 4:5], cache=cache)
+        launched = "projections: one launch for all input weights, and one for out_proj" in text
+        assert launched is (way == "launches" and B <= MAX_ROWS), text
+        got = torch.cat([fast(x[:, t : t + 1], cache=cache) for t in range(4, 12)], 1)
+        errors[way] = relative(got, want)
+    assert max(errors.values()) < 2e-2, errors
+    assert errors["launches"] <= 1.1 * errors["modules"] + 1e-4, errors
+
+
+@LAYERS
 def test_splits_of_a_cached_sequence(layer_class) -> None:
     fast, exact = pair(layer_class, AutoKernel())
     x = tokens(2, 20)
@@ -373,9 +397,11 @@ def test_injected_layers_take_the_same_path(family) -> None:
     sizes = {"hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     model = make(family, **sizes).to(DEVICE, torch.bfloat16)
     inject(model, AutoKernel())
-    mixed = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
-    assert mixed
-    assert all("projections=one product, prologue=fused, epilogue=fused" in repr(layer) for layer in mixed)
+    layers = [block.linear_attn for block in model.model.layers if hasattr(block, "linear_attn")]
+    assert len(layers) == 3
+    for layer in layers:  # the model's own repr shows equal neighbours once
+        words = "projections=one product, prologue=fused, epilogue=fused, decoding=two skinny products"
+        assert words in repr(layer)
     ids = torch.randint(2, 97, (1, 2100), device=DEVICE)
     exact = copy.deepcopy(model).double()
     inject(exact, TorchKernel())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwenlinear.ops import decode_prologue, epilogue, why_not_fused
+from qwenlinear.ops import decode_prologue, epilogue, skinny_linear, why_not_fused
 from qwenlinear.ops.decode import decode_prologue_twin
 from qwenlinear.ops.epilogue import gated_rms_norm
+from qwenlinear.ops.skinny import MAX_ROWS, skinny_linear_twin
 from tests.kernels.reference import relative
 from tests.ops.decode_cases import one_token
 
@@ -82,3 +83,55 @@ def test_decode_prologue_and_epilogue_in_a_cuda_graph():
             for x, y in zip(captured, want, strict=True):
                 assert torch.equal(x, y)
             assert torch.equal(call["conv_state"], want_state)
+
+
+# ---- products of a few tokens --------------------------------------------------------------------------------------
+
+SKINNY = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}  # float32 would be 3e-4 with TF32
+
+
+def skinny(dtype, rows, hidden, tokens):
+    x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+    return x, [torch.randn(count, hidden, device="cuda").to(dtype) for count in rows]
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8, MAX_ROWS])
+@pytest.mark.parametrize(
+    ("rows", "hidden"),
+    [((8192, 4096, 32, 32), 2048), ((12288, 64), 2048), ((2048,), 4096), ((333, 7, 1), 1000), ((50, 9), 77), ((5,), 1)],
+)
+def test_skinny_linear(dtype, rows, hidden, tokens):
+    x, weights = skinny(dtype, rows, hidden, tokens)
+    got, again = skinny_linear(x, weights), skinny_linear(x, weights)
+    exact = skinny_linear_twin(x.double(), [weight.double() for weight in weights])
+    assert got.dtype == dtype
+    assert torch.equal(got, again)
+    for part, right in zip(got.split(rows, 1), exact.split(rows, 1), strict=True):
+        assert relative(part, right) < SKINNY[dtype]
+
+
+def test_skinny_linear_of_more_tokens_is_pytorchs():
+    x, weights = skinny(torch.bfloat16, (64, 32), 256, MAX_ROWS + 1)
+    assert torch.equal(skinny_linear(x, weights), skinny_linear_twin(x, weights))
+
+
+def test_skinny_linear_in_a_cuda_graph():
+    x, weights = skinny(torch.bfloat16, (300, 32), 256, 2)
+    skinny_linear(x, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = skinny_linear(x, weights)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(captured, skinny_linear(x, weights))
+
+
+def test_skinny_linear_reads_weights_beyond_two_to_the_31_elements():
+    weight = torch.zeros(2**21 + 8, 1024, device="cuda", dtype=torch.bfloat16)
+    weight[-1] = 1.0
+    y = skinny_linear(torch.ones(1, 1024, device="cuda", dtype=torch.bfloat16), [weight])
+    assert y[0, -1].item() == 1024.0
+    assert y[0, :-1].abs().max().item() == 0.0

@@ -177,7 +177,7 @@ def test_decoding(layer, fused) -> None:
         cache_before = cache.recurrent_state
         text = layer.explain(x[:, :1], cache=cache)
         assert "states in place" in text
-        assert ("projections: one launch over all weights" in text) is on
+        assert ("one launch for all input weights, and one for out_proj" in text) is on
         outputs.append(layer(x[:, :1], cache=cache))
         assert (id(cache.conv_state), id(cache.recurrent_state)) == places
         assert cache.recurrent_state is cache_before
@@ -188,7 +188,7 @@ def test_decoding(layer, fused) -> None:
 
 @torch.no_grad()
 def test_a_token_of_called_modules(layer, fused) -> None:
-    """Hooks and adapters on a projection are called, a bias is added, more sequences than a launch is for are multiplied."""
+    """Hooks and adapters on a projection are called, and a bias is added."""
     name, x, seen = projection.projection_names(layer)[-1], torch.randn(2, 3, 32), []
     module, plain = getattr(layer, name), layer(x)
     fused(True)
@@ -204,10 +204,6 @@ def test_a_token_of_called_modules(layer, fused) -> None:
     assert len(seen) == 3
     assert f"separate products: {name} has hooks" in text
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
-    many = torch.randn(9, 2, 32)
-    got, text = decode(many)
-    assert "separate products: 9 rows, more than 8" in text
-    torch.testing.assert_close(got, layer(many), rtol=1e-4, atol=1e-5)
     layer.out_proj.bias = torch.nn.Parameter(torch.ones(32))
     torch.testing.assert_close(decode(x)[0], plain + 1, rtol=1e-4, atol=1e-5)
 
@@ -234,7 +230,7 @@ def test_decoding_refuses_forward_mode_before_it_writes(layer, fused) -> None:
         layer(piece, cache=cache)  # the second and third in place, after the kernel was asked
     fused(True)
     held = cache.copy()
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="skinny_linear in Triton needs"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decode_prologue in Triton needs"):
         layer(forward_ad.make_dual(x[:, 5:], torch.ones_like(x[:, 5:])), cache=cache)
     for name in ("conv_state", "recurrent_state"):
         assert torch.equal(getattr(cache, name), getattr(held, name))
@@ -259,7 +255,7 @@ def test_forward_mode_is_refused_and_not_dropped(layer, fused, way) -> None:
             head_dims=(16, 16),
         )[0],
         "epilogue": lambda t: ops.epilogue(o, t * o, layer.norm.weight, 1e-6),
-        "skinny_linear": lambda t: ops.skinny_linear(o[0, :, 0] * t, [o[0, 0]]),
+        "skinny_linear": lambda t: ops.skinny_linear(t * o[0, 0], [o[0, 1]]),
         "decode_prologue": lambda t: ops.decode_prologue(**{**token, "k": token["k"] * t})[1],
     }
     one = torch.ones(())
