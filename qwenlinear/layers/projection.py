@@ -132,7 +132,7 @@ def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, 
 
 
 def projection_names(layer: Any) -> tuple[str, ...]:
-    """What a layer's input projections are called: :data:`GROUPED` or :data:`FLAT`, equal to it (a compiler makes its own tuple)."""
+    """What a layer's input projections are called: :data:`GROUPED` or :data:`FLAT`; to be compared, as a compiler copies it."""
     return GROUPED if hasattr(layer, "in_proj_qkvz") else FLAT
 
 
