@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwenlinear._launch import on, processors
+from qwenlinear._launch import on, power_of_two, processors
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def tile(heads: int, K: int, V: int, multiprocessors: int) -> tuple[int, int, in
         device several times over they move the most bytes a second; with fewer states 16 give four times as many programs. A
         thread holds 64 elements. docs/performance-notes.md has what was measured.
     """
-    BK = max(16, triton.next_power_of_2(K))
-    BV = 64 if heads * triton.cdiv(V, 64) >= 8 * multiprocessors else 16
-    BV = min(BV, max(16, triton.next_power_of_2(V)))
+    BK = max(16, power_of_two(K))
+    BV = 64 if heads * -(-V // 64) >= 8 * multiprocessors else 16
+    BV = min(BV, max(16, power_of_two(V)))
     return BK, BV, max(1, BK * BV // 2048)
 
 
@@ -126,9 +126,8 @@ def launch(
     BK, BV, warps = cut or tile(N * HV, K, V, processors(q.device))
     o = torch.empty_like(v)
     with on(q.device):
-        step_kernel[(N * HV * triton.cdiv(V, BV),)](
-            q, k, v, g, beta, initial_state, o, final_state, cu_seqlens, T, scale,
-            H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, NORMALISE=normalise, PACKED=cu_seqlens is not None,
-            FROM_STATE=initial_state is not None, KEEP_STATE=final_state is not None, num_warps=warps,
+        step_kernel[(N * HV * -(-V // BV),)](
+            q, k, v, g, beta, initial_state, o, final_state, cu_seqlens, T, scale, H, HV, K, V, BK, BV,
+            normalise, cu_seqlens is not None, initial_state is not None, final_state is not None, num_warps=warps,
         )  # fmt: skip
     return o

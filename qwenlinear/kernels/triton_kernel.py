@@ -99,30 +99,24 @@ class TritonKernel(GatedDeltaKernel):
     def _step(self, inputs: DeltaRuleInputs) -> Answer:
         tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
         state, boundaries, normalise = inputs.initial_state, inputs.boundaries, inputs.use_qk_l2norm_in_kernel
+        directly = eager(*tensors, state, boundaries)
         if inputs.state_in_place:
             assert state is not None, "validated"
-            if eager(inputs.q):
-                from qwenlinear.kernels import _step_triton
-
-                o = _step_triton.launch(*tensors, inputs.scale, state, state, boundaries, normalise)
-                written(state)
-                return o, state
-            return gated_delta_step_in_place(*tensors, inputs.scale, state, boundaries, normalise), state
+            if not directly:
+                return gated_delta_step_in_place(*tensors, inputs.scale, state, boundaries, normalise), state
+            o = _step_in_place(*tensors, inputs.scale, state, boundaries, normalise)
+            written(state)
+            return o, state
+        step = _step if directly else gated_delta_step
         states = inputs.N if inputs.output_final_state else 0
-        answer: Answer = gated_delta_step(*tensors, inputs.scale, state, boundaries, normalise, states)
+        answer: Answer = step(*tensors, inputs.scale, state, boundaries, normalise, states)
         return answer
 
 
 # ---- the launches as operators, so that torch.compile sees one node --------------------------------------------------
 
 
-@torch.library.custom_op(
-    "qwenlinear::gated_delta_step",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor? initial_state, Tensor? cu_seqlens, "
-    "bool normalise, SymInt states) -> (Tensor, Tensor)",
-)
-def gated_delta_step(
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,6 +136,15 @@ def gated_delta_step(
     return _step_triton.launch(q, k, v, g, beta, scale, initial_state, kept, cu_seqlens, normalise), final
 
 
+gated_delta_step = torch.library.custom_op(
+    "qwenlinear::gated_delta_step",
+    _step,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor? initial_state, Tensor? cu_seqlens, "
+    "bool normalise, SymInt states) -> (Tensor, Tensor)",
+)
+
+
 @gated_delta_step.register_fake
 def _(
     q: Tensor,
@@ -158,13 +161,7 @@ def _(
     return torch.empty_like(v), g.new_empty(states, v.shape[2], q.shape[3], v.shape[3])
 
 
-@torch.library.custom_op(
-    "qwenlinear::gated_delta_step_in_place",
-    mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) state, Tensor? cu_seqlens, "
-    "bool normalise) -> Tensor",
-)
-def gated_delta_step_in_place(
+def _step_in_place(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -179,6 +176,15 @@ def gated_delta_step_in_place(
     from qwenlinear.kernels import _step_triton
 
     return _step_triton.launch(q, k, v, g, beta, scale, state, state, cu_seqlens, normalise)
+
+
+gated_delta_step_in_place = torch.library.custom_op(
+    "qwenlinear::gated_delta_step_in_place",
+    _step_in_place,
+    mutates_args=("state",),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) state, Tensor? cu_seqlens, "
+    "bool normalise) -> Tensor",
+)
 
 
 @gated_delta_step_in_place.register_fake

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwenlinear._launch import on
+from qwenlinear._launch import on, power_of_two
 from qwenlinear.ops._gates_triton import _decay, _log_softplus
 
 
@@ -93,22 +93,24 @@ def launch(
     l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`qwenlinear.ops.decode_prologue` without its checks."""
-    (B, _, H, K), (G, V), W = q.shape, v.shape[3:], weight.shape[2]
+    (B, _, H, K), (_, _, _, G, V), W = q.shape, v.shape, weight.shape[2]
     HV = H * G
-    weight, A_log, dt_bias = (x.contiguous() for x in (weight, A_log, dt_bias))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     outs = (
-        *(x.new_empty(B, 1, heads, size) for x, heads, size in ((q, H, K), (k, H, K), (v, HV, V))),
-        torch.empty(B, 1, HV, dtype=torch.float32, device=q.device),
+        q.new_empty(B, 1, H, K),
+        q.new_empty(B, 1, H, K),
+        q.new_empty(B, 1, HV, V),
+        q.new_empty(B, 1, HV, dtype=torch.float32),
         b.new_empty(B, 1, HV),
     )
     if B:
-        strides = [stride for x in (q, k, v) for stride in (x.stride(0), *x.stride()[2:-1])]
-        strides += [stride for x in (b, a) for stride in (x.stride(0), *x.stride()[2:])]
+        (q_n, _, q_h, _), (k_n, _, k_h, _), (v_n, _, v_h, v_g, _) = q.stride(), k.stride(), v.stride()
+        (b_n, _, b_h, b_g), (a_n, _, a_h, a_g) = b.stride(), a.stride()
         with on(q.device):
+            # everything by its place: names cost the host a look-up each, at every token
             decode_prologue_kernel[(B * (2 * H + HV),)](
-                q, k, v, b, a, conv_state, weight, A_log, dt_bias, *outs, *strides, *conv_state.stride(),
-                H=H, HV=HV, K=K, V=V, W=W, BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V),
-                NORMALISE=l2norm, num_warps=1,
+                q, k, v, b, a, conv_state, weight.contiguous(), A_log.contiguous(), dt_bias.contiguous(), *outs,
+                q_n, q_h, k_n, k_h, v_n, v_h, v_g, b_n, b_h, b_g, a_n, a_h, a_g, *conv_state.stride(),
+                H, HV, K, V, W, power_of_two(K), power_of_two(V), l2norm, num_warps=1,
             )  # fmt: skip
     return outs

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwenlinear._launch import on, processors
+from qwenlinear._launch import on, power_of_two, processors
 
 FORWARD = {"ROWS": 16, "num_warps": 4}
 BACKWARD = {"ROWS": 8, "num_warps": 4}
@@ -86,8 +86,8 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     y, rows = torch.empty_like(o), o.numel() // V
     if rows:
         with on(o.device):
-            gated_rms_norm_kernel[(triton.cdiv(rows, FORWARD["ROWS"]),)](
-                o, z, weight.contiguous(), y, rows, *layout, eps, V=V, BV=triton.next_power_of_2(V), **FORWARD
+            gated_rms_norm_kernel[(-(-rows // FORWARD["ROWS"]),)](
+                o, z, weight.contiguous(), y, rows, *layout, eps, V, power_of_two(V), **FORWARD
             )
     return y
 
@@ -96,19 +96,22 @@ def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tu
     """The gradients of o and z, contiguous in their dtypes, and of the weight in its own."""
     dy, o, (z, *layout), V = dy.contiguous(), o.contiguous(), _laid_out(z), o.shape[-1]
     do, dz, rows = torch.empty_like(o), torch.empty(o.shape, dtype=z.dtype, device=z.device), o.numel() // V
-    programs = min(triton.cdiv(rows, BACKWARD["ROWS"]), BACKWARD_PROGRAMS * processors(o.device))
+    programs = min(-(-rows // BACKWARD["ROWS"]), BACKWARD_PROGRAMS * processors(o.device))
     partial = torch.empty(programs, V, dtype=torch.float32, device=o.device)
     if rows:
         with on(o.device):
             gated_rms_norm_backward_kernel[(programs,)](
                 dy, o, z, weight.contiguous(), do, dz, partial, rows, *layout, eps,
-                V=V, BV=triton.next_power_of_2(V), **BACKWARD,
+                V, power_of_two(V), **BACKWARD,
             )  # fmt: skip
     return do, dz, partial.sum(0).to(weight.dtype)
 
 
 def _laid_out(z: Tensor) -> tuple[Tensor, int, int, int, int, int]:
     """z and, for its leading dimensions merged to three, the sizes of the last two and all strides; copied where that fails."""
+    if z.is_contiguous():  # the common case, without looking at each dimension
+        V = z.shape[-1]
+        return z, 1, max(1, z.numel() // max(1, V)), 0, 0, V
     merged: list[tuple[int, int]] = []  # (size, stride), the innermost first
     for size, stride in zip(reversed(z.shape[:-1]), reversed(z.stride()[:-1]), strict=True):
         if size == 1:

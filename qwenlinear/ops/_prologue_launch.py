@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
-from qwenlinear._launch import on
+from qwenlinear._launch import on, power_of_two
 from qwenlinear.ops._prologue_backward_triton import prologue_backward_kernel, prologue_state_backward_kernel
 from qwenlinear.ops._prologue_triton import prologue_forward_kernel
 
@@ -113,7 +112,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def gate_tile(HV: int, warps: int) -> dict[str, int]:
     """Heads (a power of two) and tokens of a gate program, 8 of its elements a thread."""
-    BH = triton.next_power_of_2(HV)
+    BH = power_of_two(HV)
     return {"BH": BH, "GATE_ROWS": max(1, 256 * warps // BH)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qwenlinear._launch import eager, written
+from qwenlinear._launch import eager, needs_grad, written
 from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
@@ -69,7 +69,7 @@ def decode_prologue(
     width, sizes = weight.shape[2], (q.shape[3], v.shape[4])
     if why_not_fused(q.device, q.dtype, activation=activation, width=width, head_dims=sizes) is None:
         refuse_forward_mode("decode_prologue", *tensors)
-        if eager(q):
+        if eager(*tensors):
             from qwenlinear.ops import _decode_triton
 
             prepared = _decode_triton.launch(*tensors, l2norm)
@@ -157,7 +157,7 @@ def _check(
         raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if (reason := why_not_writable("a conv_state", conv_state)) is not None:
         raise ValueError(f"decode_prologue needs {reason}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, b, a, conv_state, weight, A_log, dt_bias)):
+    if needs_grad(q, k, v, b, a, conv_state, weight, A_log, dt_bias):
         raise ValueError(
             "decode_prologue needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "
             "prologue, which has them"

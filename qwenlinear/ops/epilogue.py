@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwenlinear._launch import eager
+from qwenlinear._launch import eager, needs_grad
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 
@@ -45,11 +46,10 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         )
     if why_not_fused(o.device, o.dtype, norm_size=o.shape[-1]) is None:
         refuse_forward_mode("epilogue", o, z, weight)
-        if eager(o) and not (torch.is_grad_enabled() and (o.requires_grad or z.requires_grad or weight.requires_grad)):
-            from qwenlinear.ops import _epilogue_triton
-
-            return _epilogue_triton.forward(o, z, weight, eps)
-        y: Tensor = gated_rms_norm_op(o, z, weight, eps)
+        run: Callable[..., Any] = gated_rms_norm_op
+        if eager(o, z, weight):
+            run = _GatedRMSNorm.apply if needs_grad(o, z, weight) else _run
+        y: Tensor = run(o, z, weight, eps)
         return y
     return gated_rms_norm(o, z, weight, eps)
 
@@ -71,28 +71,34 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 # ---- the Triton form as operators ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "qwenlinear::gated_rms_norm", mutates_args=(), schema="(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor"
-)
-def gated_rms_norm_op(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _run(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The Triton form."""
     from qwenlinear.ops import _epilogue_triton
 
     return _epilogue_triton.forward(o, z, weight, eps)
 
 
-@torch.library.custom_op(
-    "qwenlinear::gated_rms_norm_backward",
+gated_rms_norm_op = torch.library.custom_op(
+    "qwenlinear::gated_rms_norm",
+    _run,
     mutates_args=(),
-    schema="(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor",
 )
-def gated_rms_norm_backward_op(
-    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+
+
+def _run_backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients."""
     from qwenlinear.ops import _epilogue_triton
 
     return _epilogue_triton.backward(dy, o, z, weight, eps)
+
+
+gated_rms_norm_backward_op = torch.library.custom_op(
+    "qwenlinear::gated_rms_norm_backward",
+    _run_backward,
+    mutates_args=(),
+    schema="(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @gated_rms_norm_op.register_fake
@@ -111,7 +117,25 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (*gated_rms_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps), None)
+    tensors = (dy, *ctx.saved_tensors)
+    run: Callable[..., Any] = (
+        _run_backward if eager(*tensors) and not needs_grad(*tensors) else gated_rms_norm_backward_op
+    )
+    return (*run(*tensors, ctx.eps), None)
 
 
 gated_rms_norm_op.register_autograd(_backward, setup_context=_keep)
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    """The operator's gradients without the dispatcher, in eager code; of a second derivative the operator knows to refuse it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y = _run(*inputs)
+        _keep(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, dy)

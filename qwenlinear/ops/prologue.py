@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qwenlinear._launch import eager, needs_grad
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
@@ -114,11 +116,12 @@ def fused_prologue(
     if packed is not None:
         bounds = packed._boundaries(qkv.device)
         positions, documents = packed.derive(("prologue.tokens", qkv.device), lambda: _tokens(packed, qkv.device))
-    *outputs, state = prologue_op(
-        qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths,
-        *heads, *head_dims, l2norm, output_final_state,
-    )  # fmt: skip
-    return (*outputs, state if output_final_state else None)
+    inputs = (qkv, b, a, weight, A_log, dt_bias, initial_state, positions, documents, bounds, lengths)
+    run: Callable[..., Any] = prologue_op
+    if eager(*inputs):
+        run = _Prologue.apply if needs_grad(*inputs) else _run
+    q, k, v, g, beta, state = run(*inputs, *heads, *head_dims, l2norm, output_final_state)
+    return q, k, v, g, beta, state if output_final_state else None
 
 
 def _tokens(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -205,12 +208,7 @@ _TENSORS = 11
 _FIVE = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op(
-    "qwenlinear::prologue",
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_SIZES}, bool output_final_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def prologue_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The Triton form; the final state is empty where it is not asked for."""
     from qwenlinear.ops import _prologue_launch as launch
 
@@ -219,6 +217,14 @@ def prologue_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     return launch.forward(
         launch.Inputs(*inputs), launch.Sizes(H, HV, K, HV * V, weight.shape[2]), l2norm, output_final_state
     )
+
+
+prologue_op = torch.library.custom_op(
+    "qwenlinear::prologue",
+    _run,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_SIZES}, bool output_final_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @prologue_op.register_fake
@@ -237,13 +243,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op(
-    "qwenlinear::prologue_backward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dfinal, {_SIZES}, "
-    f"bool needs_dweight, bool needs_dstate) -> {_FIVE}",
-)
-def prologue_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Its gradients: of qkv, b and a in one buffer, then of b and a if their dtype differs, of the weight, of A_log and dt_bias,
     of the initial state; what is not needed is empty, or not written."""
     from qwenlinear.ops import _prologue_launch as launch
@@ -260,6 +260,15 @@ def prologue_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
         needs_dweight,
         needs_dstate,
     )
+
+
+prologue_backward_op = torch.library.custom_op(
+    "qwenlinear::prologue_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dfinal, {_SIZES}, "
+    f"bool needs_dweight, bool needs_dstate) -> {_FIVE}",
+)
 
 
 @prologue_backward_op.register_fake
@@ -301,9 +310,9 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         dbeta = b.new_zeros(B, T, HV) if dbeta is None else dbeta
     else:
         dg = dbeta = None
-    dx, dba, dweight, dgate, dstate = prologue_backward_op(
-        *inputs, *dqkv, dg, dbeta, dfinal, *ctx.sizes, needs[3], needs[6]
-    )
+    tensors = (*inputs, *dqkv, dg, dbeta, dfinal)
+    run: Callable[..., Any] = _run_backward if eager(*tensors) and not needs_grad(*tensors) else prologue_backward_op
+    dx, dba, dweight, dgate, dstate = run(*tensors, *ctx.sizes, needs[3], needs[6])
     convolution, gates = dqkv[0] is not None, dg is not None
     dba = dba if dba.numel() else dx[..., C:]
     return (
@@ -319,3 +328,17 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 prologue_op.register_autograd(_backward, setup_context=_keep)
+
+
+class _Prologue(torch.autograd.Function):
+    """The operator's gradients without the dispatcher, in eager code; of a second derivative the operator knows to refuse it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        outputs = _run(*inputs)
+        _keep(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *gradients)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwenlinear._launch import eager
+from qwenlinear._launch import eager, needs_grad
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 MAX_ROWS = 16
@@ -74,7 +74,7 @@ def launched(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     Returns:
         ``[N, sum of R]``.
     """
-    if eager(x):
+    if eager(x, *weights):
         from qwenlinear.ops import _skinny_triton
 
         return _skinny_triton.launch(x, weights)
@@ -116,7 +116,7 @@ def _check(x: Tensor, weights: Sequence[Tensor]) -> None:
         if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype != x.dtype or w.device != x.device:
             needs = f"shape [R, {x.shape[1]}], {x.dtype}, on {x.device}"
             raise ValueError(f"weights[{i}] needs {needs}, got {list(w.shape)}, {w.dtype}, on {w.device}")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
+    if needs_grad(x, *weights):
         raise ValueError(
             "skinny_linear needs a call without gradients, got an argument that requires them: use torch.no_grad(), or "
             "torch.nn.functional.linear, which has them"

@@ -34,20 +34,19 @@ class HostTritonKernel(TritonKernel):
 
 @pytest.fixture
 def launched(mocker, loads):
-    """What the operators are called with; they compute with TorchKernel."""
+    """What is launched; it computes with TorchKernel."""
+    step_triton = pytest.importorskip("qwenlinear.kernels._step_triton", exc_type=ImportError)
     calls = []
 
-    def step(q, k, v, g, beta, scale, state, cu_seqlens, normalise, states=None):
-        calls.append({"state": state, "cu_seqlens": cu_seqlens, "normalise": normalise, "states": states})
+    def launch(q, k, v, g, beta, scale, state, kept, cu_seqlens, normalise):
+        calls.append({"state": state, "kept": kept, "cu_seqlens": cu_seqlens, "normalise": normalise})
         packed = None if cu_seqlens is None else PackedSequences.from_cu_seqlens(cu_seqlens)
         o, final = TorchKernel().step(q, k, v, g, beta, scale, state, True, normalise, packed)
-        if states is None:
-            state.copy_(final)
-            return o
-        return o, final if states else final[:0]
+        if kept is not None:
+            kept.data.copy_(final)  # unknown to autograd, as a launch is
+        return o
 
-    mocker.patch.object(triton_kernel, "gated_delta_step", side_effect=step)
-    mocker.patch.object(triton_kernel, "gated_delta_step_in_place", side_effect=step)
+    mocker.patch.object(step_triton, "launch", side_effect=launch)
     return calls
 
 
@@ -127,13 +126,14 @@ def test_the_state_is_handed_over_itself(launched):
     assert final is call["initial_state"]
     torch.testing.assert_close((o, final), expected, rtol=0, atol=0)
     assert [given["state"] is final for given in launched] == [True, True]
-    assert [given["states"] for given in launched] == [1, None]
+    assert [given["kept"] is final for given in launched] == [False, True]
+    assert final._version == 1  # autograd knows of it
 
 
 def test_a_state_that_is_not_wanted_is_not_written(launched):
     _, final = HostTritonKernel(hardware=machine()).step(**arguments(device="cpu"))
     assert final is None
-    assert launched[0]["states"] == 0
+    assert launched[0]["kept"] is None
 
 
 def test_empty_documents_are_handed_over_in_place(launched):
