@@ -63,7 +63,7 @@ def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
         weights = [getattr(layer, name).weight for name in projection_names(layer)]
         qkv, b, a, z = _OneProduct.apply(x, _rows(config, projection_names(layer)), *weights)
         return Projected(qkv, b, a, z.unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim)))
-    if projection_names(layer) is FLAT:
+    if projection_names(layer) == FLAT:
         z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
         return Projected(layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x), z)
     q, k, v, z, b, a = by_key_head(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
@@ -132,7 +132,7 @@ def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, 
 
 
 def projection_names(layer: Any) -> tuple[str, ...]:
-    """What a layer's input projections are called: :data:`GROUPED` or :data:`FLAT`."""
+    """What a layer's input projections are called: :data:`GROUPED` or :data:`FLAT`; to be compared, as a compiler copies it."""
     return GROUPED if hasattr(layer, "in_proj_qkvz") else FLAT
 
 

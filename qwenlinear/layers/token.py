@@ -53,7 +53,7 @@ def project_token(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Project
     """
     names, B = projection_names(layer), x.shape[0]
     parts = _products(layer, names, x)
-    if names is GROUPED:
+    if names == GROUPED:
         q, k, v, z, b, a = by_key_head(config, *parts)
         return ProjectedToken(q, k, v, b, a, z)
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim

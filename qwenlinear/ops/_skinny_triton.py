@@ -181,11 +181,11 @@ def choose(rows: int, K: int, size: int, total: int) -> Tile:
     if rows > SUMMED_ROWS and size < 4:  # tensor cores would round float32's factors: it multiplies and sums any number
         # programs share x in the second-level cache: half as many read half as much, where there are enough of them
         if total >= _MANY_ROWS:
-            return Tile(32, max(64, min(256, triton.next_power_of_2(K))), 4, 4, 1, 4)
-        return Tile(16, max(64, min(512, triton.next_power_of_2(K))), 4, 3, 1, 4)
+            return Tile(32, max(64, min(256, power_of_two(K))), 4, 4, 1, 4)
+        return Tile(16, max(64, min(512, power_of_two(K))), 4, 3, 1, 4)
     BK = K & -K  # whole blocks, without a mask, where they are not too short
     if BK * size < 512:
-        BK = triton.next_power_of_2(K)
+        BK = power_of_two(K)
     BK = max(16, min(BK, _BLOCK // size))
     warps = max(1, min(8, BK * size // 1024))
     return Tile(max(4, min(32, warps * _THREAD * 32 // (BK * size))), BK, 0, 1, 1, warps)

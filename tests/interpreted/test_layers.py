@@ -187,6 +187,27 @@ def test_decoding(layer, fused) -> None:
 
 
 @torch.no_grad()
+def test_decoding_compiles_as_one_graph(layer, fused) -> None:
+    layer.kernel, x = CompileSafe(), torch.randn(2, 5, 32)
+    fused(True)
+    cache = GatedDeltaNetCache()
+    layer(x[:, :3], cache=cache)
+    without, called = cache.copy(), []
+    torch._dynamo.reset()
+
+    def backend(graph, given):
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for t in (3, 4):
+        token = x[:, t : t + 1]
+        torch.testing.assert_close(compiled(token, cache=cache), layer(token, cache=without), rtol=1e-5, atol=1e-6)
+    assert [str(target) for target in called].count("qwenlinear.skinny_linear.default") == 2
+    torch.testing.assert_close(cache.recurrent_state, without.recurrent_state, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
 def test_a_token_of_called_modules(layer, fused) -> None:
     """Hooks and adapters on a projection are called, and a bias is added."""
     name, x, seen = projection.projection_names(layer)[-1], torch.randn(2, 3, 32), []
