@@ -23,17 +23,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet
+from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, usage
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
 
 
 @torch.no_grad()
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     """Build a layer, decode with a cache, compare with one pass."""
-    args = arguments()
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     torch.manual_seed(0)
-    H, HV = map(int, args.heads.split("/"))
+    H, HV = args.heads
     config = GatedDeltaNetConfig(
         hidden_size=args.hidden,
         linear_num_key_heads=H,
@@ -71,19 +70,21 @@ def main() -> None:
     )
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", default="2/4", help="key/value heads (default: 2/4)")
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--generate", type=int, default=256)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hidden", type=usage.whole(1), default=128, help="hidden size (default: 128)")
+    parser.add_argument(
+        "--heads", type=usage.heads, default="2/4", metavar="H/HV", help="key/value heads (default: 2/4)"
+    )
+    parser.add_argument("--head-dim", type=usage.whole(1), default=32, help="K and V (default: 32)")
+    parser.add_argument("--batch", type=usage.whole(1), default=1, help="sequences (default: 1)")
+    parser.add_argument("--prompt", type=usage.whole(1), default=512, help="tokens of the prompt (default: 512)")
+    parser.add_argument("--generate", type=usage.whole(1), default=256, help="tokens after it (default: 256)")
+    parser.add_argument("--device", type=usage.device, default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 def accepted(explanation: str) -> list[str]:
@@ -112,4 +113,4 @@ def relative(x: Tensor, reference: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, Qwen3_5GatedDeltaNet
+from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, Qwen3_5GatedDeltaNet, usage
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
 
 
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     """Capture the three, replay them on new numbers, compare."""
-    args = arguments()
     if not torch.cuda.is_available():
         print("no CUDA device here: CUDA graphs need one, nothing was run")
         return
     torch.manual_seed(0)
-    H, HV = map(int, args.heads.split("/"))
+    H, HV = args.heads
     config = GatedDeltaNetConfig(hidden_size=args.hidden, linear_num_key_heads=H, linear_num_value_heads=HV)
     layer = Qwen3_5GatedDeltaNet(config, kernel=kernel_from_args(args, "cuda")).to("cuda", torch.bfloat16)
     packed = PackedSequences.from_lengths(args.lengths, device="cuda")
@@ -103,17 +102,18 @@ def report(name: str, got: list[Tensor], want: list[Tensor], replayed: float, ea
     print(f"{name}: off by {difference:.0e}, {replayed:.3f} ms in a graph, {eager:.3f} ms without")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", default="4/8", help="key/value heads of 128 (default: 4/8)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 300, 112], help="documents, in tokens")
-    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together")
-    parser.add_argument("--tokens", type=int, default=16, help="how many each decodes")
+    size = usage.whole(1)
+    parser.add_argument("--hidden", type=size, default=512, help="hidden size (default: 512)")
+    parser.add_argument("--heads", type=usage.heads, default="4/8", help="key/value heads of 128 (default: 4/8)")
+    parser.add_argument("--lengths", type=size, nargs="+", default=[100, 300, 112], help="documents, in tokens")
+    parser.add_argument("--batch", type=size, default=1, help="sequences that decode together")
+    parser.add_argument("--tokens", type=size, default=16, help="how many each decodes")
     add_kernel_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

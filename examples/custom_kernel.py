@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaKernel, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet
+from qwenlinear import GatedDeltaKernel, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, usage
 from qwenlinear.kernels import DeltaRuleInputs, KernelCapabilities, Tolerance, add_kernel_arguments, kernel_from_args
 
 
@@ -41,13 +41,17 @@ class LoopKernel(GatedDeltaKernel):
         return torch.stack(out, 1), S
 
 
-def main() -> None:
-    """Compare a layer on LoopKernel with the same layer on another kernel."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=usage.whole(1), default=100, help="of each of two rows (default: 100)")
+    parser.add_argument("--device", type=usage.device, default="cpu", help="default: cpu")
     add_kernel_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Compare a layer on LoopKernel with the same layer on another kernel."""
     torch.manual_seed(0)
     config = GatedDeltaNetConfig(hidden_size=64, linear_num_key_heads=2, linear_num_value_heads=4,
                                  linear_key_head_dim=16, linear_value_head_dim=16)  # fmt: skip
@@ -66,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

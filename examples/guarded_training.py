@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from qwenlinear import usage
 from qwenlinear.distributed import CommMemoryPolicy, GuardedProcessGroup, resume_all, suspend_all
 
 
@@ -29,13 +30,19 @@ def build_model(mesh: DeviceMesh, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of training between rollouts (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round (default 5)")
-    args = parser.parse_args()
+    rounds = "rounds of training between rollouts (default: 3)"
+    parser.add_argument("--rounds", type=usage.whole(1), default=3, help=rounds)
+    parser.add_argument("--steps", type=usage.whole(1), default=5, help="steps of a round (default: 5)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train, give the communicators' memory back, take it again, train on."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
-        parser.error("needs torchrun: torchrun --standalone --nproc-per-node 2 examples/guarded_training.py")
+        raise usage.UsageError("needs torchrun: torchrun --standalone --nproc-per-node 2 examples/guarded_training.py")
 
     gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
@@ -72,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

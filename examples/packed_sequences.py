@@ -21,18 +21,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaNetConfig, PackedSequences, Qwen3_5GatedDeltaNet
+from qwenlinear import GatedDeltaNetConfig, PackedSequences, Qwen3_5GatedDeltaNet, usage
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
 
 LENGTHS = [400, 32, 1, 150, 64, 7, 90, 200, 16, 100, 75, 25]  # as documents come: long, short, and one of one token
 
 
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     """Build a layer, run the documents packed, alone, padded, and wrongly without boundaries."""
-    args = arguments()
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     torch.manual_seed(0)
-    H, HV = map(int, args.heads.split("/"))
+    H, HV = args.heads
     config = GatedDeltaNetConfig(
         hidden_size=args.hidden,
         linear_num_key_heads=H,
@@ -41,7 +40,7 @@ def main() -> None:
         linear_value_head_dim=args.head_dim,
     )
     layer = Qwen3_5GatedDeltaNet(config, kernel=kernel_from_args(args, device)).to(device, dtype)
-    lengths = [max(1, length * args.scale) for length in LENGTHS]
+    lengths = [length * args.scale for length in LENGTHS]
     packed = PackedSequences.from_lengths(lengths, device)  # once a batch; every layer reuses it
     x = torch.randn(1, sum(lengths), args.hidden, device=device, dtype=dtype, requires_grad=True)
     padding = len(lengths) * max(lengths)
@@ -74,17 +73,19 @@ def main() -> None:
         print(f"document 3 rewritten: the other outputs change by {change.max().item():.1e}")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", default="2/4", help="key/value heads (default: 2/4)")
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--scale", type=int, default=1, help="times as many tokens a document (default: 1)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hidden", type=usage.whole(1), default=128, help="hidden size (default: 128)")
+    parser.add_argument(
+        "--heads", type=usage.heads, default="2/4", metavar="H/HV", help="key/value heads (default: 2/4)"
+    )
+    parser.add_argument("--head-dim", type=usage.whole(1), default=32, help="K and V (default: 32)")
+    parser.add_argument("--scale", type=usage.whole(1), default=1, help="times as many tokens a document (default: 1)")
+    parser.add_argument("--device", type=usage.device, default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 def pad(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -112,4 +113,4 @@ def relative(x: Tensor, reference: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

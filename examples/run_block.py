@@ -11,23 +11,29 @@ import time
 
 import torch
 
-from qwenlinear import GatedDeltaNetBlock, GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences
+from qwenlinear import GatedDeltaNetBlock, GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, usage
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
 
 
-def main() -> None:
-    """Build the block, run it three ways, compare."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", default="2/4", help="key/value heads (default: 2/4)")
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hidden", type=usage.whole(1), default=128, help="hidden size (default: 128)")
+    parser.add_argument(
+        "--heads", type=usage.heads, default="2/4", metavar="H/HV", help="key/value heads (default: 2/4)"
+    )
+    parser.add_argument("--head-dim", type=usage.whole(1), default=32, help="K and V (default: 32)")
+    parser.add_argument("--tokens", type=usage.whole(9), default=512, help="the last eight are decoded (default: 512)")
+    parser.add_argument("--device", type=usage.device, default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
     add_kernel_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Build the block, run it three ways, compare."""
     torch.manual_seed(0)
-    H, HV = map(int, args.heads.split("/"))
+    H, HV = args.heads
     config = GatedDeltaNetConfig(
         hidden_size=args.hidden,
         linear_num_key_heads=H,
@@ -63,4 +69,4 @@ def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

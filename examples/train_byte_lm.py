@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenlinear import GatedDeltaKernel, GatedDeltaNetBlock, GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences
+from qwenlinear import (
+    GatedDeltaKernel,
+    GatedDeltaNetBlock,
+    GatedDeltaNetCache,
+    GatedDeltaNetConfig,
+    PackedSequences,
+    usage,
+)
 from qwenlinear.kernels import add_kernel_arguments, kernel_from_args
 from qwenlinear.layers import ZeroCenteredRMSNorm
 
@@ -54,7 +61,8 @@ def read_documents(text: Path | None) -> tuple[list[bytes], list[bytes]]:
     documents = [data[i : i + 4096] for data in (p.read_bytes() for p in files) for i in range(0, len(data), 4096)]
     documents = [document for document in documents if len(document) > 1]
     if len(documents) < 2:
-        raise SystemExit(f"{text or 'the standard library'} needs at least two documents")
+        needs = "--text needs at least two documents, which is a file of more than 4097 bytes"
+        raise usage.UsageError(f"{needs}, got {text or 'a standard library without sources: name a file'}")
     return [d for i, d in enumerate(documents) if i % 10], documents[::10]
 
 
@@ -96,27 +104,34 @@ def sample(model: ByteLM, prompt: bytes, length: int) -> tuple[bytes, float]:
     return bytes(tokens[0].tolist()), ((torch.cat(logits, 1) - full).norm() / full.norm()).item()
 
 
-def main() -> None:
-    """Train, report, decode."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's standard library)")
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", default="2/4", help="key heads / value heads (default: 2/4)")
-    parser.add_argument("--head-dim", type=int, default=32, help="K and V; FlashQLA needs 128 (default: 32)")
-    parser.add_argument("--device", default="cpu")
+    size = usage.whole(1)
+    parser.add_argument("--text", type=usage.file, help="a file to learn (default: Python's standard library)")
+    parser.add_argument("--steps", type=size, default=250, help="training steps (default: 250)")
+    parser.add_argument("--tokens", type=size, default=2048, help="tokens of a step (default: 2048)")
+    parser.add_argument("--hidden", type=size, default=128, help="hidden size (default: 128)")
+    parser.add_argument("--heads", type=usage.heads, default="2/4", help="key heads / value heads (default: 2/4)")
+    parser.add_argument("--head-dim", type=size, default=32, help="K and V; FlashQLA needs 128 (default: 32)")
+    parser.add_argument("--device", type=usage.device, default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of autocast")
     add_kernel_arguments(parser)
-    args = parser.parse_args()
-    from tqdm import tqdm  # after the words are read: --help needs nothing
+    return parser
 
+
+def main(args: argparse.Namespace) -> None:
+    """Train, report, decode."""
+    try:
+        from tqdm import tqdm  # after the words are read: --help needs nothing
+    except ImportError as error:
+        raise usage.UsageError("needs tqdm: pip install tqdm") from error
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # AutoKernel says once what it chose, and why
     kernel = kernel_from_args(args, args.device)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # a model this small gains little from more, and loses all where others use the cores too
     train, held_out = read_documents(args.text)
-    H, HV = map(int, args.heads.split("/"))
+    H, HV = args.heads
     config = GatedDeltaNetConfig(hidden_size=args.hidden, linear_num_key_heads=H, linear_num_value_heads=HV,
                                  linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim)  # fmt: skip
     model = ByteLM(config, 4, kernel, getattr(torch, args.dtype)).to(args.device)
@@ -147,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    usage.run(main, command_line())

@@ -91,10 +91,11 @@ def shipping(found: tuple[Cache, ...]) -> list[str]:
     for cache in full:
         name = f"{cache.name.lower()}-cache"
         packs.append(f"tar -C {shlex.quote(str(cache.folder))} -czf {name}.tgz .")
-        unpacks.append(f"mkdir -p {name} && tar -C {name} -xzf {name}.tgz && export {cache.variable}=$PWD/{name}")
+        unpacks += [f"mkdir -p {name} && tar -C {name} -xzf {name}.tgz &&", f"  export {cache.variable}=$PWD/{name}"]
     return [
         "Pack here:",
         *(f"  {line}" for line in packs),
-        "Unpack on every node, and start the job with the variables set (same GPU, driver and package versions):",
+        "Unpack on every node (same GPU, driver and package versions),",
+        "and start the job with the variables set:",
         *(f"  {line}" for line in unpacks),
     ]

@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 BENCHES: dict[str, tuple[str, str]] = {
     "kernels": ("qwenlinear.bench.kernels", "every kernel of this machine against what people run without them"),
-    "layer": ("qwenlinear.bench.layer", "one layer as everybody runs it, beside its floor"),
+    "layer": ("qwenlinear.bench.layer", "one layer as people run it, beside the least time that it could take"),
     "decode": ("qwenlinear.bench.decode", "one decoded token of a layer, eager and as a CUDA graph"),
     "model": ("qwenlinear.bench.model", "a whole Transformers model, as installed and injected"),
     "guard": ("qwenlinear.bench.guard", "the memory guard of collectives: its cost and what it prevents"),

@@ -20,7 +20,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.bench.machine import driver_version
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels import FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel, TritonKernel
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"qwenlinear doctor: --config {args.config}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report, indent=1) if args.json else text(report))
+    print(json.dumps(report, indent=1) if args.json else terminal.fold(text(report)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,12 +12,52 @@ from typing import Any
 
 import torch
 
+from qwenlinear import terminal
+from qwenlinear.errors import UnsupportedCall
+from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_name
 from qwenlinear.kernels.hardware import present
 
 
 class UsageError(ValueError):
     """Options that do not go together, or not with this machine; the command line shows it under the usage and exits with 2."""
+
+
+def run(program: Callable[[argparse.Namespace], object], parser: argparse.ArgumentParser) -> None:
+    """Run a program on its command line; options that do not go together, and a call that its kernel refuses, are usage errors.
+
+    Args:
+        program: what takes the parsed arguments. It raises `UsageError` or `UnsupportedCall`; anything else is a fault.
+        parser: of its arguments.
+    """
+    args = parser.parse_args()
+    try:
+        program(args)
+    except (UsageError, UnsupportedCall) as error:
+        parser.error(str(error))
+
+
+def check(kernel: GatedDeltaKernel, device: str, description: str | None) -> None:
+    """Run the conformance suite on a kernel and print what it found: the program of a module that holds one.
+
+    The process ends with 1 where a case failed, and with a usage error where the machine lacks what the kernel needs.
+
+    Args:
+        kernel: what to check.
+        device: where.
+        description: what ``--help`` says, as it is.
+    """
+    from qwenlinear.testing import ConformanceError, check_kernel
+
+    def program(_: argparse.Namespace) -> None:
+        kernel.require(device)
+        try:
+            terminal.show_markdown(check_kernel(kernel, device, first_failure=False).table())
+        except ConformanceError as error:
+            terminal.show_markdown(error.report.table())
+            raise SystemExit(1) from error
+
+    run(program, argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter))
 
 
 def device(word: str) -> str:
@@ -112,9 +153,11 @@ def kernel(*others: str) -> Callable[[str], str]:
 
 
 def file(word: str) -> Path:
-    """A file that is there."""
+    """A file that is there and can be read."""
     if not Path(word).is_file():
         raise argparse.ArgumentTypeError(f"needs a file, got {word!r}")
+    if not os.access(word, os.R_OK):
+        raise argparse.ArgumentTypeError(f"needs a file that this user may read, got {word!r}")
     return Path(word)
 
 

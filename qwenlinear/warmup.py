@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.caches import Cache, caches, shipping
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import PackedSequences
@@ -102,16 +102,16 @@ def run(args: argparse.Namespace) -> int:
         if args.first_step:
             return _first_step(args, layer, begin)
         before = {cache.name: cache.files() for cache in caches(environment)}
-        print(layer)
-        if device.type == "cpu":
-            print("No GPU: PyTorch's own operators run here, and there is nothing to compile or tune.")
+        print(terminal.fold(repr(layer)))
+        if device.type == "cpu" and args.qwen_gdn_backend in ("auto", "torch"):
+            print("On a CPU PyTorch's own operators run: there is nothing to compile or tune.")
         rows = _run_all(dict(_works(args, layer)), device)
     except (UnsupportedCall, ValueError, RuntimeError) as error:
         print(f"qwenlinear warmup: {error}", file=sys.stderr)
         return 2
-    for name, first, again in rows:
-        print(f"{name:40s} first call {first:8.2f} s, then {again * 1e3:9.2f} ms")
-    _say_where(environment, before)
+    body = [[name, f"{first:.2f}", f"{again * 1e3:.2f}"] for name, first, again in rows]
+    terminal.show_table("", ["", "first call, s", "the next, ms"], body)
+    _say_where(environment, before, device)
     return 0 if args.verify is None else _verify(args, environment)
 
 
@@ -238,33 +238,48 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
 # ---- the caches ----------------------------------------------------------------------------------------------------
 
 
-def _say_where(environment: Mapping[str, str], before: Mapping[str, tuple[int, int]]) -> None:
-    found = caches(environment)
+def _say_where(environment: Mapping[str, str], before: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+    found, compiled = caches(environment), False
     print("\nCaches:")
     for cache in found:
         count, size = cache.files()
         new = count - before[cache.name][0]
-        how = f"{cache.variable} is set" if cache.given else f"{cache.variable} is not set: the default"
-        print(f"  {cache.name}: {cache.folder} ({how}), {count} files ({new} new), {size / 2**20:.1f} MiB")
+        compiled = compiled or new > 0
+        how = f"{cache.variable} is set" if cache.given else f"the default: {cache.variable} is not set"
+        print(terminal.fold(f"  {cache.name}: {cache.folder}\n    {how}"))
+        print(f"    {count} files ({new} new), {size / 2**20:.1f} MiB")
     moved = os.environ.get("TRITON_CACHE_DIR")
     if moved and moved != environment.get("TRITON_CACHE_DIR"):
-        print(
+        told = (
             f"  Inductor moved Triton's cache to {moved} while it ran, so what Triton compiled afterwards is there, and another "
             "order of calls would not find it: set TRITON_CACHE_DIR in the job and for warmup"
         )
-    print("\n".join(["", *shipping(found)]) if _anything(found) else "  Nothing to ship.")
+        print(terminal.fold(told))
+    print("\n".join(["", *_what_to_ship(found, compiled, device)]))
 
 
-def _anything(found: tuple[Cache, ...]) -> bool:
-    return any(cache.files()[0] for cache in found)
+def _what_to_ship(found: tuple[Cache, ...], compiled: bool, device: torch.device) -> list[str]:
+    """How the caches get to other nodes; where this run put nothing into them, that first."""
+    if compiled:
+        return shipping(found)
+    if device.type == "cpu":
+        told = "Nothing was compiled, so there is nothing to ship. Files in the caches are from other runs."
+        return [terminal.fold(told)]
+    known = "Nothing new was compiled: these calls found what they need in the caches, or need no compiler."
+    return [terminal.fold(known), *shipping(found)]
 
 
 # ---- a new process -------------------------------------------------------------------------------------------------
 
 
 def _first_step(args: argparse.Namespace, layer: GatedDeltaNet, begin: float) -> int:
-    """In the new process: one training step (or forward pass, or decode) of the first shape; a line of JSON."""
-    device, built = layer.A_log.device, time.perf_counter()
+    """In the new process: one training step (or forward pass, or decode) of the first shape; a line of JSON.
+
+    What comes before it in a job too, starting CUDA and importing the kernel's packages, is timed by itself.
+    """
+    device = layer.A_log.device
+    layer.explain(torch.empty(1, 1, layer.config.hidden_size, dtype=layer.out_proj.weight.dtype, device=device))
+    ready = time.perf_counter()
     shapes = [*((1, T) for T in args.tokens), *args.packed]
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0) if args.train and shapes else None
 
@@ -277,7 +292,7 @@ def _first_step(args: argparse.Namespace, layer: GatedDeltaNet, begin: float) ->
         optimizer.step()
 
     first = _seconds(step, device)
-    print(json.dumps({"build": built - begin, "first_step": first, "second_step": _seconds(step, device)}))
+    print(json.dumps({"ready": ready - begin, "first_step": first, "second_step": _seconds(step, device)}))
     return 0
 
 
@@ -296,11 +311,12 @@ def _verify(args: argparse.Namespace, environment: dict[str, str]) -> int:
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     what = "training step" if args.train and (args.tokens or args.packed) else "call"
     slow = found["first_step"] > args.verify
-    print(
+    told = (
         f"\nA new process: first {what} {found['first_step']:.2f} s (the second {found['second_step'] * 1e3:.1f} ms), "
-        f"{found['build']:.2f} s to build the layer, {whole:.1f} s from start to end; "
+        f"{found['ready']:.2f} s before it to build the layer and import the kernel, {whole:.1f} s from start to end; "
         f"{'more than' if slow else 'within'} {args.verify:g} s"
     )
+    print(terminal.fold(told))
     return int(slow)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,9 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
     assert caught.value.code == 0
+    assert capsys.readouterr().out == f"qwenlinear {qwenlinear.__version__}\n"
+    with pytest.raises(SystemExit), unittest.mock.patch("sys.argv", ["somewhere", "--version"]):
+        runpy.run_module("qwenlinear", run_name="__main__")  # python -m qwenlinear
     assert capsys.readouterr().out == f"qwenlinear {qwenlinear.__version__}\n"
     setup = (Path(__file__).parents[1] / "setup.cfg").read_text()
     assert "version = attr: qwenlinear.__version__" in setup

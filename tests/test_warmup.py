@@ -8,9 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from qwenlinear import GatedDeltaKernel, TorchKernel, cli
 from qwenlinear.caches import Cache, caches, shipping
+from qwenlinear.warmup import _what_to_ship
 
 SIZES = ["--heads", "1/2", "--hidden", "16", "--head-dim", "8", "--device", "cpu", "--dtype", "float32"]
 
@@ -24,8 +26,34 @@ def test_every_shape_runs_and_says_that_a_cpu_compiles_nothing(capsys, monkeypat
     assert "nothing to compile" in out
     for name in ("T=8, forward ", "T=8, forward and backward", "2 x 4 packed, forward and backward", "decode 3"):
         assert name in out
-    assert f"Triton: {tmp_path / 'triton'} (TRITON_CACHE_DIR is set), 0 files (0 new)" in out
+    assert f"Triton: {tmp_path / 'triton'} TRITON_CACHE_DIR is set 0 files (0 new)" in " ".join(out.split())
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("compiled", "device", "told", "packs"),
+    [
+        (True, "cpu", "Pack here:", True),
+        (False, "cpu", "Nothing was compiled, so there is nothing to ship. Files in the caches are from other runs.", False),
+        (False, "cuda", "Nothing new was compiled: these calls found what they need in the caches, or need no compiler.", True),
+    ],
+)  # fmt: skip
+def test_what_to_ship_is_said_by_what_this_run_compiled(tmp_path, compiled, device, told, packs) -> None:
+    (tmp_path / "kernel.cubin").write_bytes(b"12345")
+    found = (Cache("Triton", "TRITON_CACHE_DIR", tmp_path, True),)
+    lines = _what_to_ship(found, compiled, torch.device(device))
+    assert " ".join(lines[0].split()) == told
+    assert any("tar -C" in line for line in lines) == packs
+
+
+def test_a_cpu_run_with_full_caches_speaks_of_no_packing(capsys, monkeypatch, tmp_path) -> None:
+    for variable in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / "kernel.cubin").write_bytes(b"12345")
+    assert cli.main(["warmup", *SIZES, "--tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing was compiled, so there is nothing to ship." in " ".join(out.split())
+    assert "Pack here" not in out
 
 
 class StepOnly(GatedDeltaKernel):
@@ -82,7 +110,7 @@ def test_the_layer_is_the_models(capsys, tmp_path, family, layer) -> None:
 
 def test_a_new_process_measures_its_first_step(capsys) -> None:
     assert cli.main(["warmup", *SIZES, "--tokens", "8", "--train", "--verify", "1e-9"]) == 1  # nothing is that fast
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     found = re.search(
         r"A new process: first training step ([\d.]+) s \(the second ([\d.]+) ms\).*more than 1e-09 s", out
     )

@@ -1,19 +1,17 @@
 """attention-gym's gated delta rule as a kernel: another library's own conventions, run through the conformance suite.
 
-pip install 'attn-gym>=0.0.17'
-python examples/kernels/attention_gym.py
+pip install 'attn-gym>=0.0.17' && python examples/kernels/attention_gym.py
 """
 
 from __future__ import annotations
 
-import argparse
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaKernel
+from qwenlinear import GatedDeltaKernel, Refusal, usage
 from qwenlinear.kernels import DeltaRuleInputs, KernelCapabilities, Tolerance
-from qwenlinear.testing import check_kernel
 
 
 class AttentionGymKernel(GatedDeltaKernel):
@@ -48,6 +46,10 @@ class AttentionGymKernel(GatedDeltaKernel):
         torch.float16: Tolerance(output=2e-3, state=2e-3, gradient=2e-3),
     }
 
+    def _load(self):  # asked last, and imported where it is used: the class is there without its library
+        if find_spec("attn_gym") is None:
+            yield Refusal("package", "attn-gym", "none", "pip install 'attn-gym>=0.0.17'")
+
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
         from attn_gym.linear import chunk_gdn
 
@@ -74,5 +76,4 @@ class AttentionGymKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(check_kernel(AttentionGymKernel()))
+    usage.check(AttentionGymKernel(), "cpu", __doc__)

@@ -6,15 +6,13 @@ python examples/kernels/fla_naive.py
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaKernel, Refusal
+from qwenlinear import GatedDeltaKernel, Refusal, usage
 from qwenlinear.kernels import DeltaRuleInputs, KernelCapabilities, Tolerance
-from qwenlinear.testing import check_kernel
 
 
 class FLANaiveKernel(GatedDeltaKernel):
@@ -72,5 +70,4 @@ class FLANaiveKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(check_kernel(FLANaiveKernel()))
+    usage.check(FLANaiveKernel(), "cpu", __doc__)

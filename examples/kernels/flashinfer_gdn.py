@@ -6,14 +6,11 @@ python examples/kernels/flashinfer_gdn.py           # needs a GPU of compute cap
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import Tensor
 
-from qwenlinear import GatedDeltaKernel, Refusal
+from qwenlinear import GatedDeltaKernel, Refusal, usage
 from qwenlinear.kernels import DeltaRuleInputs, KernelCapabilities, Tolerance
-from qwenlinear.testing import check_kernel
 
 
 class FlashInferKernel(GatedDeltaKernel):
@@ -49,6 +46,12 @@ class FlashInferKernel(GatedDeltaKernel):
         if hardware.capability is not None and hardware.capability < (9, 0):
             yield Refusal("compute_capability", "9.0 or newer", str(hardware), "use FLAKernel() or TorchKernel()")
 
+    def _load(self):  # asked last: the class is there without its library
+        try:
+            import flashinfer.gdn_prefill  # noqa: F401
+        except ImportError as error:
+            yield Refusal("package", "flashinfer-python", str(error), "pip install flashinfer-python")
+
     def _chunk(self, inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
         from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
@@ -72,5 +75,4 @@ class FlashInferKernel(GatedDeltaKernel):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(check_kernel(FlashInferKernel(), "cuda", first_failure=False))
+    usage.check(FlashInferKernel(), "cuda", __doc__)

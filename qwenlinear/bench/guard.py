@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 
 from . import ranks
 from .guard_report import markdown, plot
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         except Exception:
             bench.results["errors"][name] = traceback.format_exc()
         bench.write()
-    print(markdown(bench.results))
+    terminal.show_markdown(markdown(bench.results))
     for name, text in bench.results["errors"].items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
     return 1 if bench.results["errors"] else 0

@@ -27,16 +27,18 @@ def markdown(results: dict[str, Any]) -> str:
         f"# Memory guard, {_setting(results)}",
         "",
         f"Machine: {results['machine']}; torch {results['torch']}. Times in microseconds a call, the"
-        " median of each side's interleaved batches; *ratio*: guarded to bare, *control*: bare to bare.",
+        " median of each side's batches, which take turns.",
+        "",
+        _WORDS,
         "",
         f"    {results['command']}",
     ]
     if results["backend"] == "gloo":
-        text = "On a CPU the guard is idle; its forced check has a probe that reads the host's free memory."
+        text = "On a CPU the guard has nothing to check; the forced check reads the host's free memory here."
         lines += ["", text]
     measured = [r for r in results["latency"] if "bare" in r]
     if measured:
-        text = "Medians over all collectives, and of which collective the ratio is worst; per call below."
+        text = "Ratios, as medians over all collectives, and the collective whose ratio is worst; each collective is below."
         lines += ["", "## In short", "", text, "", *_summary(measured)]
     for expandable in (False, True):
         rows = [r for r in results["latency"] if r["expandable"] is expandable and r["collective"] != "counters"]
@@ -69,6 +71,14 @@ def markdown(results: dict[str, Any]) -> str:
     for name, text in results["errors"].items():
         lines += ["", f"## Failed: {name}", "", "```", text.rstrip(), "```"]
     return "\n".join(lines)
+
+
+_WORDS = """\
+*bare*: a collective of the group as it is. *guarded*: the same under `CommMemoryPolicy()`, which checks once a second here.
+*control*: bare once more, to show what two equal sides differ by; its ratio and that of *guarded* are to bare. *forced
+check*: guarded, with a check of the free memory at every call. *probe everything*: bare, with the driver's, the allocator's
+and the host's memory read before every call. *live tensors*: how many tensors the process holds meanwhile, which makes the
+allocator's figures dearer to read."""
 
 
 def _latency(rows: list[Row]) -> list[str]:

@@ -10,7 +10,7 @@ from qwenlinear.bench.tables import COLOURS, Results, Table, can_draw
 
 
 def show(results: Results) -> None:
-    """Print the tables, with rich where it is installed."""
+    """Print the tables for the width of the terminal."""
     shared.show(results, tables(results))
 
 

@@ -14,7 +14,7 @@ _PEERS = ("Transformers", "FLA's GatedDeltaNet", "common composition, FLA")
 
 
 def show(results: Results) -> None:
-    """Print the tables, with rich where it is installed."""
+    """Print the tables for the width of the terminal."""
     shared.show(results, tables(results))
 
 

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.bench import machine
 from qwenlinear.bench.fla_switch import SWITCH, fla_switch
+from qwenlinear.bench.layer_options import fill_defaults
 from qwenlinear.bench.timing import Timing, interleave
 from qwenlinear.hf import inject
 from qwenlinear.kernels.auto import kernel_from_name
@@ -59,6 +60,14 @@ TINY: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "vocab_size": 64,
 }
+_CPU: dict[str, Any] = {"dtype": "float32", "layers": 4, "tokens": 1024, "prompt": 1024, "kernels": ["torch"]}
+_GPU: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "layers": 12,
+    "tokens": 32768,
+    "prompt": 32768,
+    "kernels": ["fla", "flashqla"],
+}
 _ATTENTION = "sdpa_by_document"
 _PARTS = ("train", "prefill", "decode")
 
@@ -68,20 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=usage.device, default=default, help="default here: %(default)s")
     parser.add_argument(
-        "--dtype", type=usage.dtype(), default="bfloat16", help="of weights and activations (default: %(default)s)"
+        "--dtype", type=usage.dtype(), help="of weights and activations; default: float32 on a CPU, bfloat16 on a GPU"
     )
     parser.add_argument(
-        "--layers", type=usage.whole(1), default=12, help="of which every fourth is attention (default 12)"
+        "--layers", type=usage.whole(1), help="of which every fourth is attention; default: 4 (CPU), 12 (GPU)"
     )
     parser.add_argument(
-        "--tokens", type=usage.whole(1), default=32768, help="of a packed training batch (default 32768)"
+        "--tokens", type=usage.whole(1), help="of a packed training batch; default: 1024 (CPU), 32768 (GPU)"
     )
     parser.add_argument("--documents", type=usage.whole(1), default=8, help="of equal length in it (default 8)")
-    parser.add_argument("--prompt", type=usage.whole(1), default=32768, help="tokens of the prefill (default 32768)")
+    parser.add_argument("--prompt", type=usage.whole(1), help="tokens of the prefill; default: 1024 (CPU), 32768 (GPU)")
     parser.add_argument("--rows", type=usage.whole(1), default=8, help="sequences of the decode (default 8)")
     parser.add_argument("--steps", type=usage.whole(1), default=16, help="decode steps of one measurement (default 16)")
-    kernels = "to inject (default: fla flashqla)"
-    parser.add_argument("--kernels", type=usage.kernel(), nargs="*", default=["fla", "flashqla"], help=kernels)
+    kernels = "to inject; default: torch (CPU), fla flashqla (GPU)"
+    parser.add_argument("--kernels", type=usage.kernel(), nargs="*", help=kernels)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure")
     parser.add_argument("--rounds", type=usage.whole(1), default=7, help="rounds of turns (default 7)")
     parser.add_argument(
@@ -105,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if importlib.util.find_spec("transformers") is None:
         raise usage.UsageError("Transformers is needed: pip install 'transformers>=5.6'")
+    fill_defaults(args, _CPU, _GPU)
     if args.tokens % args.documents:
         raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
@@ -115,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     text = markdown(bench.results)
     title = f"# A whole model on {bench.results['machine']['device']}"
     (args.out / "model.md").write_text(f"{title}\n\n{text}\n")
-    print(text)
+    terminal.show_markdown(text)
     return 0 if bench.results["losses_agree"] else 1
 
 

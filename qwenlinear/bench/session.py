@@ -40,7 +40,7 @@ class Session:
         return self.limit - (time.monotonic() - self.begin)
 
     def late(self, row: object) -> bool:
-        """Whether the time is over; then the results say before which row it was.
+        """Whether the time is over; then the results say before which row it was. Writes what there is: the next row may not end.
 
         Args:
             row: what would come next, in words.
@@ -48,10 +48,11 @@ class Session:
         Returns:
             True when it must not be begun.
         """
-        if self.left > 0:
-            return False
-        self.results["errors"].setdefault("limit", f"stopped before {row}")
-        return True
+        over = self.left <= 0
+        if over:
+            self.results["errors"].setdefault("limit", f"stopped before {row}")
+        tables.save(self.results, self.path)
+        return over
 
     def part(self, name: str, part: Callable[[], None]) -> None:
         """Run one part; an exception goes into the results, which are written in any case.

@@ -1,4 +1,4 @@
-"""Tables of a benchmark: printed with rich where it is installed, written as Markdown, under the machine they belong to."""
+"""Tables of a benchmark: printed for the terminal's width, written as Markdown, under the machine they belong to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qwenlinear import terminal
 from qwenlinear.bench.machine import header
 
 Results = dict[str, Any]
@@ -13,28 +14,17 @@ Table = tuple[str, list[str], list[list[str]]]  # title, head, body
 
 
 def show(results: Results, tables: list[Table]) -> None:
-    """Print tables, with rich where it is installed.
+    """Print tables for the width of the terminal, with rich where it is installed.
 
     Args:
         results: what a run gathered: ``machine``, ``command`` and ``errors`` are read.
         tables: title, head, body each.
     """
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table as RichTable
-    except ImportError:
-        print(markdown(results, tables))
-        return
-    console = Console()
-    console.print(header(results["machine"]), highlight=False)
+    print(terminal.fold(header(results["machine"])))
     for title, head, body in tables:
-        table = RichTable(*map(escape, head), title=escape(title), title_justify="left")
-        for row in body:
-            table.add_row(*map(escape, row))
-        console.print(table)
+        terminal.show_table(title, head, body)
     for part, text in results["errors"].items():
-        console.print(f"{part}: {text}", markup=False, highlight=False)
+        print(terminal.fold(f"{part}: {text}"))
 
 
 def markdown(results: Results, tables: list[Table]) -> str:

@@ -170,6 +170,8 @@ def parse_names(names: Iterable[str | Collective], argument: str) -> frozenset[C
     """
     if isinstance(names, str):
         raise ValueError(f"{argument} needs a collection of names, got the string {names!r}; write [{names!r}]")
+    if not isinstance(names, Iterable):
+        raise ValueError(f"{argument} needs a collection of names, got {names!r}")
     try:
         return frozenset(carrier for name in names for carrier in Collective.carriers(name))
     except ValueError as error:

@@ -50,6 +50,7 @@ def guard_default_group(policy: CommMemoryPolicy | None = None) -> Iterator[Guar
 
     Raises:
         RuntimeError: if ``torch.distributed`` isn't initialised.
+        ValueError: if this isn't a policy.
     """
     found = registration.default_group()
     guard = GuardedProcessGroup.wrap(found, policy)

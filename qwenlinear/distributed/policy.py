@@ -116,7 +116,14 @@ class CommMemoryPolicy:
 
         Returns:
             The rule; deny wins over allow.
+
+        Raises:
+            ValueError: if this is no `Collective`; `Collective.parse` makes one from a name.
         """
+        if not isinstance(collective, Collective):
+            raise ValueError(
+                f"collective needs a Collective, got {collective!r}; Collective.parse makes one from a name"
+            )
         if collective in self.deny:
             return Rule.ALWAYS
         return Rule.NEVER if collective in self.allow else Rule.TIMED
@@ -151,3 +158,13 @@ class CommMemoryPolicy:
 
 def _name(function: Callable[..., object] | None, default: str) -> str:
     return default if function is None else getattr(function, "__qualname__", repr(function))
+
+
+def check_policy(policy: object) -> None:
+    """Require a policy or None.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if policy is not None and not isinstance(policy, CommMemoryPolicy):
+        raise ValueError(f"policy needs a CommMemoryPolicy or None, got {policy!r}")

@@ -17,7 +17,7 @@ from .collectives import Collective
 from .memory import MemoryMonitor, add_note, is_capturing
 from .methods import ClassOnly, Suspended, Unusable, install_methods
 from .pending import PendingWorks
-from .policy import CommMemoryPolicy, Rule
+from .policy import CommMemoryPolicy, Rule, check_policy
 from .registration import Recipe
 from .stats import CollectiveStats, Tally, table
 
@@ -98,8 +98,9 @@ class GuardedProcessGroup(ProcessGroup):
 
         Raises:
             RuntimeError: if ``torch.distributed`` isn't initialised.
-            ValueError: if this isn't a group, or this rank isn't in it.
+            ValueError: if this isn't a group, or this rank isn't in it, or this isn't a policy.
         """
+        check_policy(policy)
         world = registration.default_group()
         inner = world if group is None else group
         if not isinstance(inner, ProcessGroup):
@@ -141,8 +142,11 @@ class GuardedProcessGroup(ProcessGroup):
 
         Raises:
             RuntimeError: if ``torch.distributed`` isn't initialised.
-            ValueError: for ranks that are doubled, out of range or none.
+            ValueError: for ranks that are doubled, out of range or none, a backend that PyTorch doesn't know, or
+                an argument of another type. No group is made then.
         """
+        check_policy(policy)
+        registration.check_options(backend, timeout, group_desc, device_id)
         world = registration.default_group()
         members = registration.members(ranks, world.size())
         if world.rank() not in members:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,13 +74,42 @@ def default_timeout(backend: str) -> timedelta:
     return timeout
 
 
+def check_options(backend: object, timeout: object, group_desc: object, device_id: object) -> None:
+    """Check what a new group is asked for, before any rank waits for another.
+
+    Args:
+        backend: meant as the name of a backend, or names by device type such as ``"cpu:gloo,cuda:nccl"``.
+        timeout: meant as a timedelta or None.
+        group_desc: meant as a string or None.
+        device_id: meant as a device with an index or None.
+
+    Raises:
+        ValueError: for the first that isn't.
+    """
+    known = dist.Backend.backend_list
+    parts = backend.lower().split(",") if isinstance(backend, str) else []
+    if not parts or any(part.rpartition(":")[2] not in known for part in parts):
+        raise ValueError(f"backend needs one of {', '.join(known)}, or such by device type, got {backend!r}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ValueError(f"timeout needs a datetime.timedelta or None, got {timeout!r}")
+    if group_desc is not None and not isinstance(group_desc, str):
+        raise ValueError(f"group_desc needs a string or None, got {group_desc!r}")
+    if device_id is not None and not isinstance(device_id, torch.device):
+        raise ValueError(f"device_id needs a torch.device or None, got {device_id!r}")
+
+
 def members(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     """Validate and sort the ranks of a new group; None means all.
 
     Raises:
         ValueError: for ranks that are doubled, out of range or none.
     """
-    found = tuple(sorted(range(world_size) if ranks is None else ranks))
+    if ranks is None:
+        return tuple(range(world_size))
+    try:
+        found = tuple(sorted(operator.index(rank) for rank in ranks))
+    except TypeError:
+        raise ValueError(f"ranks needs a sequence of whole numbers or None, got {ranks!r}") from None
     if not found or len(set(found)) != len(found) or found[0] < 0 or found[-1] >= world_size:
         raise ValueError(f"ranks needs distinct ranks from 0 to {world_size - 1}, at least one; got {ranks!r}")
     return found

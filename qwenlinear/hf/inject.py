@@ -84,8 +84,10 @@ def restore(model: nn.Module) -> int:
         How many layers were given back; 0 where none was injected.
 
     Raises:
-        ValueError: a layer whose class was changed once more after the injection. Nothing is changed then.
+        ValueError: no module, or a layer whose class was changed once more after the injection. Nothing is changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model needs an nn.Module, got {type(model).__name__}")
     layers = [(name, m, injection) for name, m in model.named_modules() if (injection := injection_of(m)) is not None]
     for name, module, injection in layers:
         if type(module) is not injected_class(injection.original):

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qwenlinear.checks import needs_floating, needs_tensor, needs_values
 from qwenlinear.layers import GatedDeltaNetConfig
 
 Layout = Literal["grouped", "flat", "fused"]
@@ -44,7 +45,7 @@ def convert_weights(weights: Mapping[str, Tensor], config: object, target: Layou
 
     Raises:
         ValueError: no or several layouts, several layers, a missing projection, or a wrong number of rows, all of them
-            listed.
+            listed; what is no tensor; projections of different columns, dtypes or devices.
 
     Example:
         >>> config = GatedDeltaNetConfig(hidden_size=6, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -58,6 +59,7 @@ def convert_weights(weights: Mapping[str, Tensor], config: object, target: Layou
     """
     sizes = GatedDeltaNetConfig.from_config(config)
     _check_layout(target)
+    _check_names("weights", weights)
     found: dict[str, dict[str, Tensor]] = {}  # what follows the projection's name -> projection -> tensor
     prefixes, rest = set(), {}
     for name, tensor in weights.items():
@@ -65,6 +67,7 @@ def convert_weights(weights: Mapping[str, Tensor], config: object, target: Layou
         if module is None:
             rest[name] = tensor
         else:
+            needs_tensor(name, tensor)
             prefixes.add(prefix)
             found.setdefault(suffix, {})[module] = tensor
     if len(prefixes) != 1:
@@ -77,6 +80,10 @@ def convert_weights(weights: Mapping[str, Tensor], config: object, target: Layou
         missing = [name for name in _MODULES[source] if name not in tensors]
         if missing:
             raise ValueError(f"weights need every projection of the {source} layout, got none for {', '.join(missing)}")
+        named = {name + suffix: tensor for name, tensor in tensors.items()}
+        _check_one("number of columns", {name: tuple(tensor.shape[1:]) for name, tensor in named.items()})
+        _check_one("dtype", {name: tensor.dtype for name, tensor in named.items()})
+        _check_one("device", {name: tensor.device for name, tensor in named.items()})
         stacked = torch.cat([tensors[name] for name in _MODULES[source]])
         order = _rows(sizes, target, invert=_rows(sizes, source)).to(stacked.device)
         parts = stacked.index_select(0, order).split([_count(sizes, name) for name in _MODULES[target]])
@@ -103,7 +110,8 @@ def convert_lora(
         The target's projections that an adapter reaches, with ``(A, B)`` each.
 
     Raises:
-        ValueError: names of no or several layouts, or shapes that do not fit, all of them listed.
+        ValueError: names of no or several layouts, or shapes that do not fit, all of them listed; what is no pair of
+            tensors with values of a floating dtype; different devices.
 
     Example:
         >>> config = GatedDeltaNetConfig(hidden_size=6, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -114,7 +122,13 @@ def convert_lora(
     """
     sizes = GatedDeltaNetConfig.from_config(config)
     _check_layout(target)
+    _check_names("adapters", adapters)
     source = _layout_of(adapters)
+    for name, given in adapters.items():
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise ValueError(f"the adapter of {name} needs a pair (A, B), got {given!r:.80}")
+        for letter, matrix in zip("AB", given, strict=True):
+            needs_floating(f"{letter} of {name}", matrix)
     _check_rows({f"B of {name}": (B, name) for name, (_, B) in adapters.items()}, sizes)
     for name, (A, B) in adapters.items():
         if A.dim() != 2 or B.dim() != 2 or tuple(A.shape) != (B.shape[1], sizes.hidden_size):
@@ -122,6 +136,12 @@ def convert_lora(
                 f"the adapter of {name} needs A [r, {sizes.hidden_size}] and B [rows, r], got {list(A.shape)} and "
                 f"{list(B.shape)}"
             )
+    matrices = {
+        f"{letter} of {name}": m for name, both in adapters.items() for letter, m in zip("AB", both, strict=True)
+    }
+    for name, matrix in matrices.items():
+        needs_values(name, matrix)
+    _check_one("device", {name: matrix.device for name, matrix in matrices.items()})
     order = _rows(sizes, target, invert=_rows(sizes, source))  # row of the target's stack -> row of the source's
     starts, at = {}, 0
     for name in _MODULES[source]:
@@ -214,8 +234,23 @@ def _layout_of(names: Mapping[str, object]) -> str:
 
 
 def _check_layout(layout: str) -> None:
-    if layout not in _MODULES:
+    if not isinstance(layout, str) or layout not in _MODULES:
         raise ValueError(f"target needs one of {', '.join(_MODULES)}, got {layout!r}")
+
+
+def _check_names(argument: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{argument} needs a mapping of names, got {type(given).__name__}")
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"{argument} needs names as its keys, got {name!r}")
+
+
+def _check_one(what: str, found: Mapping[str, object]) -> None:
+    """What is joined has to agree in one thing."""
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise ValueError(f"the projections need one {what}, got {told}")
 
 
 def _check_rows(tensors: Mapping[str, tuple[Tensor, str]], config: GatedDeltaNetConfig) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.hf.inject import inject
 from qwenlinear.kernels import AutoKernel, GatedDeltaKernel
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.model == "tiny":
         print("tiny: a model of four layers with random weights, reading bytes; what it writes is noise")
-    print(report)
+    print(terminal.fold(str(report)))
     layer = next(module for module in model.modules() if hasattr(module, "_qwenlinear"))
     print(f"on {device}, weights in {str(next(layer.parameters()).dtype).removeprefix('torch.')}\n")
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens}

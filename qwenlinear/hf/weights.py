@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 
 import torch
 
+from qwenlinear.checks import as_device
 from qwenlinear.kernels import GatedDeltaKernel
+from qwenlinear.kernels.hardware import present
 from qwenlinear.layers import GatedDeltaNet, GatedDeltaNetConfig, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 
 # model.layers.3.linear_attn.A_log, model.language_model.layers.3.linear_attn.conv1d.weight; not mtp.layers.0...
@@ -39,7 +43,8 @@ def load_layers(
 
     Raises:
         ValueError: no such folder, no weights, a pickle only, a layer that is no linear-attention layer; or missing,
-            surplus and misshapen tensors, all of them in one message.
+            surplus and misshapen tensors, all of them in one message; a file that cannot be read; a dtype that is not
+            floating; a device that is not here.
         ImportError: safetensors is not installed.
 
     Example:
@@ -47,14 +52,15 @@ def load_layers(
         Traceback (most recent call last):
         ValueError: path needs a folder with config.json, got no/such/folder
     """
+    where, wanted = _check_arguments(path, layers, dtype, device)
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"path needs a folder with config.json, got {folder}")
-    config = GatedDeltaNetConfig.from_config(json.loads((folder / "config.json").read_text()))
+    config = GatedDeltaNetConfig.from_config(_json(folder / "config.json"))
     tensors = _tensors_by_layer(_files_of_tensors(folder))
     if not tensors:
         raise ValueError(f"path needs weights named layers.N.linear_attn.*, got none in {folder}")
-    asked = sorted(tensors) if layers is None else list(dict.fromkeys(layers))
+    asked = sorted(tensors) if wanted is None else wanted
     unknown = [number for number in asked if number not in tensors]
     if unknown:
         raise ValueError(f"layers needs numbers of linear-attention layers {sorted(tensors)}, got {unknown}")
@@ -63,12 +69,34 @@ def load_layers(
     for number, layer in plan.items():
         state = {}
         for name, (file, stored) in tensors[number].items():
-            with _open(file, device) as opened:
+            with _open(file, where) as opened:
                 state[name] = opened.get_tensor(stored)
         layer.load_state_dict(state, assign=True)
         if dtype is not None:
             layer.to(dtype)
     return plan
+
+
+def _check_arguments(
+    path: object, layers: Iterable[int] | None, dtype: object, device: object
+) -> tuple[torch.device, list[int] | None]:
+    """Everything that can be said before a file is read; gives the device, and the layers' numbers once each."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path needs the path of a folder, got {path!r}")
+    try:
+        wanted = None if layers is None else list(dict.fromkeys(operator.index(number) for number in layers))
+    except TypeError:
+        raise ValueError(f"layers needs a collection of whole numbers or None, got {layers!r}") from None
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype needs a floating torch dtype or None, got {dtype!r}")
+    return present(as_device("device", device)), wanted
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path needs a readable {file.name}, got {file}: {error}") from error
 
 
 def _empty_layer(
@@ -87,7 +115,7 @@ def _check(plan: dict[int, GatedDeltaNet], tensors: dict[int, dict[str, tuple[Pa
         where = f"layers.{number}.linear_attn."
         faults += [f"missing {where}{name} {shape}" for name, shape in needed.items() if name not in found]
         faults += [f"surplus {stored}" for name, (_, stored) in found.items() if name not in needed]
-        for name in needed.keys() & found.keys():
+        for name in sorted(needed.keys() & found.keys()):
             file, stored = found[name]
             with _open(file, "cpu") as opened:
                 shape = list(opened.get_slice(stored).get_shape())
@@ -110,7 +138,7 @@ def _tensors_by_layer(files: dict[str, Path]) -> dict[int, dict[str, tuple[Path,
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        files = {name: folder / file for name, file in _weight_map(index).items()}
         absent = sorted({file.name for file in files.values() if not file.is_file()})
         if absent:
             raise ValueError(f"path needs every shard of its index, got none of {', '.join(absent)} in {folder}")
@@ -122,9 +150,20 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), single)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    found = _json(index)
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(f"path needs an index with a weight_map, got {index} without one")
+    return names
+
+
 def _open(file: Path, device: torch.device | str) -> Any:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_layers needs the safetensors package; pip install safetensors") from error
-    return safe_open(file, framework="pt", device=str(device))
+    try:
+        return safe_open(file, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"path needs files of safetensors, got {file}: {error}") from error

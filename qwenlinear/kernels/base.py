@@ -15,6 +15,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from qwenlinear.checks import as_device
 from qwenlinear.errors import Refusal, UnsupportedCall
 from qwenlinear.kernels.answer import check_answer
 from qwenlinear.kernels.capabilities import SET_DEVICES, Form, KernelCapabilities, Tolerance, device_names
@@ -195,6 +196,8 @@ class GatedDeltaKernel(ABC):
             cu_seqlens,
             state_in_place,
         )
+        if form not in ("chunk", "step"):
+            raise ValueError(f"form needs 'chunk' or 'step', got {form!r}")
         if state_in_place and form == "chunk":
             raise ValueError("state_in_place needs form='step', got 'chunk', which never writes to a state")
         return self._all_refusals(inputs, form)
@@ -253,8 +256,11 @@ class GatedDeltaKernel(ABC):
 
         Returns:
             Every reason; ``()`` means that the kernel is there. Nothing is imported or launched.
+
+        Raises:
+            ValueError: no device.
         """
-        where = device if isinstance(device, torch.device) else torch.device(device)
+        where = as_device("device", device)
         missing = self._unavailable.get(where)
         if missing is None:
             missing = self._unavailable[where] = tuple(self._machine_refusals(self._hardware(where)))
@@ -268,8 +274,9 @@ class GatedDeltaKernel(ABC):
 
         Raises:
             UnsupportedCall: listing what is missing and how to get it.
+            ValueError: no device.
         """
-        missing = self._missing(device)
+        missing = self._missing(as_device("device", device))
         if missing:
             raise UnsupportedCall(repr(self), missing, f"on {device}")
 

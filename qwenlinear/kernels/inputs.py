@@ -250,6 +250,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ini
             raise ValueError(f"{name} needs a tensor, got {type(tensor).__name__}")
         if tensor.dim() != dims:
             raise ValueError(f"{name} needs shape {_LETTERS[name]}, got {list(tensor.shape)}")
+    if initial_state is not None and not isinstance(initial_state, Tensor):
+        raise ValueError(f"initial_state needs a tensor or None, got {type(initial_state).__name__}")
     B, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
     _same_shape("k", k, q.shape, "q's")

@@ -14,7 +14,10 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from qwenlinear.checks import as_device, needs_values
+
 _Derived = TypeVar("_Derived")
+_MOST_TOKENS = 2**31 - 1
 
 
 class PackedSequences:
@@ -40,11 +43,14 @@ class PackedSequences:
 
     @classmethod
     def _make(cls, bounds: tuple[int, ...], device: torch.device | str | None) -> PackedSequences:
+        if bounds[-1] > _MOST_TOKENS:
+            raise ValueError(f"documents need at most {_MOST_TOKENS} tokens together (int32), got {bounds[-1]}")
+        where = torch.device("cpu") if device is None else as_device("device", device)
         self = object.__new__(cls)
         object.__setattr__(self, "_bounds", bounds)
         object.__setattr__(self, "_cache", {})
         if device is not None:
-            self._boundaries(torch.device(device))
+            self._boundaries(where)
         return self
 
     @classmethod
@@ -182,12 +188,17 @@ class PackedSequences:
 
         Args:
             device: where to put it.
-            dtype: an integer dtype, int32 by default.
+            dtype: int32 (default) or int64.
 
         Returns:
             ``[N+1]`` cumulative lengths.
+
+        Raises:
+            ValueError: no device, or no dtype that holds whole numbers of this size.
         """
-        return self._boundaries(torch.device(device)).to(dtype, copy=True)
+        if dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"dtype needs torch.int32 or torch.int64, got {dtype!r}")
+        return self._boundaries(as_device("device", device)).to(dtype, copy=True)
 
     def _boundaries(self, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
         """``[N+1]``, shared and private: only for callees that read it, so that caches by identity hit."""
@@ -214,8 +225,11 @@ class PackedSequences:
 
         Returns:
             ``[T]`` int64, shared: do not write to it.
+
+        Raises:
+            ValueError: no device.
         """
-        where = torch.device(device)
+        where = as_device("device", device)
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
@@ -261,6 +275,7 @@ class PackedSequences:
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
     if isinstance(values, Tensor):
+        needs_values(name, values)
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{name} needs a one-dimensional int32 or int64 tensor, got shape {list(values.shape)} and {values.dtype}"

@@ -6,6 +6,7 @@ from dataclasses import MISSING
 
 from torch import Tensor, nn
 
+from qwenlinear.checks import needs_size
 from qwenlinear.kernels import GatedDeltaKernel, PackedSequences
 from qwenlinear.layers.cache import GatedDeltaNetCache
 from qwenlinear.layers.call import check_input
@@ -44,8 +45,8 @@ class GatedDeltaNetBlock(nn.Module):
         super().__init__()
         sizes = GatedDeltaNetConfig.from_config(config)
         width = intermediate_size if intermediate_size is not None else _intermediate_size(config, sizes)
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise ValueError(f"intermediate_size needs a whole number >= 1, got {width!r}")
+        needs_size("intermediate_size", width)
+        assert isinstance(width, int)
         self.linear_attn = Qwen3_5GatedDeltaNet(sizes, kernel)
         self.mlp = SwiGLU(sizes.hidden_size, width, sizes.hidden_act)
         self.input_layernorm = ZeroCenteredRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
@@ -99,6 +100,9 @@ class SwiGLU(nn.Module):
         intermediate_size: width between.
         hidden_act: silu, swish, relu, gelu, gelu_pytorch_tanh, sigmoid or tanh.
 
+    Raises:
+        ValueError: a size that is none, an unknown activation.
+
     Example:
         >>> import torch
         >>> SwiGLU(8, 16)(torch.randn(2, 3, 8)).shape
@@ -106,6 +110,10 @@ class SwiGLU(nn.Module):
     """
 
     def __init__(self, size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        needs_size("size", size)
+        needs_size("intermediate_size", intermediate_size)
+        if not isinstance(hidden_act, str) or hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act needs one of {', '.join(ACTIVATIONS)}, got {hidden_act!r}")
         super().__init__()
         self.hidden_act = hidden_act
         self.gate_proj = nn.Linear(size, intermediate_size, bias=False)

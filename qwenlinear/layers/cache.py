@@ -9,8 +9,33 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from qwenlinear.checks import needs_floating
 from qwenlinear.kernels.tangents import forward_mode
 from qwenlinear.kernels.writable import why_not_writable
+
+
+def check_states(conv_state: object, recurrent_state: object) -> tuple[Tensor | None, Tensor | None]:
+    """Require both states of a cache or neither; they may have been set by hand.
+
+    Args:
+        conv_state: meant as a tensor or None.
+        recurrent_state: the same.
+
+    Returns:
+        Both.
+
+    Raises:
+        ValueError: one without the other, or what is no tensor of a floating dtype with a row for each sequence.
+    """
+    if conv_state is None and recurrent_state is None:
+        return None, None
+    if conv_state is None or recurrent_state is None:
+        raise ValueError("cache needs both its states or neither, got one of them None")
+    for name, state, dims in (("conv_state", conv_state, 3), ("recurrent_state", recurrent_state, 4)):
+        needs_floating(f"cache.{name}", state)
+        if state.dim() != dims:  # type: ignore[attr-defined]  # a tensor by now
+            raise ValueError(f"cache.{name} needs {dims} dimensions, got {list(state.shape)}")  # type: ignore[attr-defined]
+    return conv_state, recurrent_state  # type: ignore[return-value]
 
 
 class GatedDeltaNetCache:
@@ -164,20 +189,33 @@ class GatedDeltaNetCache:
         """Keep, drop or repeat sequences, as beam search does: row i becomes what row ``index[i]`` was.
 
         Args:
-            index: ``[M]`` int32 or int64, on the cache's device. Before the first call there is nothing to reorder.
+            index: ``[M]`` int32 or int64, on the cache's device, each from 0 to N-1. Before the first call there is nothing
+                to reorder, and only shape and dtype are checked.
 
         Raises:
-            ValueError: another shape or dtype.
-            IndexError: a row that is not there (on a GPU reported by the device).
+            ValueError: another shape, dtype or device, or a row that is not there; the cache is unchanged then. On a GPU
+                rows are not checked here, because reading them would make the host wait at every decoded token: there
+                the device itself reports one that is not there, as it does for any index.
         """
         if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
             got = f"{list(index.shape)} {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
             raise ValueError(f"index needs a one-dimensional int32 or int64 tensor, got {got}")
-        if self.conv_state is not None and self.recurrent_state is not None:
-            conv_state = self.conv_state.index_select(0, index)
-            recurrent_state = self.recurrent_state.index_select(0, index)
-            self.conv_state, self.recurrent_state = conv_state, recurrent_state
-            self._keep_own()
+        self.check_whole()
+        conv, recurrent = check_states(self.conv_state, self.recurrent_state)
+        if conv is None or recurrent is None:
+            return
+        N = recurrent.shape[0]
+        if conv.shape[0] != N:
+            raise ValueError(f"cache needs as many rows in both states, got {conv.shape[0]} and {N}")
+        if index.device != recurrent.device:
+            raise ValueError(f"index needs the cache's device {recurrent.device}, got {index.device}")
+        if index.device.type == "cpu" and index.numel() and not torch.compiler.is_compiling():
+            least, most = (int(value) for value in index.aminmax())
+            if least < 0 or most >= N:
+                got = str(least if least < 0 else most)
+                raise ValueError(f"index needs rows from 0 to N-1={N - 1}, got {got}")
+        self.conv_state, self.recurrent_state = conv.index_select(0, index), recurrent.index_select(0, index)
+        self._keep_own()
 
     def copy(self) -> GatedDeltaNetCache:
         """An independent cache with the same states, for instance to branch a generation.

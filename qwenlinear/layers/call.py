@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qwenlinear.kernels import PackedSequences
-from qwenlinear.layers.cache import GatedDeltaNetCache
+from qwenlinear.layers.cache import GatedDeltaNetCache, check_states
 from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.padding import RightPadding
 
@@ -110,11 +110,9 @@ def _packed(cu_seqlens: Tensor | PackedSequences, hidden_states: Tensor) -> Pack
 
 def _check_cache(config: GatedDeltaNetConfig, cache: GatedDeltaNetCache, N: int, hidden_states: Tensor) -> None:
     cache.check_whole()
-    conv, recurrent = cache.conv_state, cache.recurrent_state
-    if conv is None and recurrent is None:
-        return
+    conv, recurrent = check_states(cache.conv_state, cache.recurrent_state)
     if conv is None or recurrent is None:
-        raise ValueError("cache needs both its states or neither, got one of them None")
+        return
     if recurrent.shape[0] != N:
         raise ValueError(
             f"cache needs the sequences it holds, {recurrent.shape[0]}, got a call with {N}; "

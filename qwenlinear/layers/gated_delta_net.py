@@ -73,6 +73,11 @@ class GatedDeltaNet(nn.Module, ABC):
         self._add_modules()
         self._reset_gate()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kernel" and not isinstance(value, GatedDeltaKernel):
+            raise ValueError(f"kernel needs a GatedDeltaKernel, got {value!r}; kernel_from_name makes one from a name")
+        super().__setattr__(name, value)
+
     # ---- what a layout says ----------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qwenlinear.checks import needs_eps, needs_floating, needs_size
 from qwenlinear.ops import epilogue, why_not_fused
 
 
@@ -18,6 +19,9 @@ class GatedRMSNorm(nn.Module):
         size: V, the last dimension.
         eps: added to the mean square.
 
+    Raises:
+        ValueError: a size or an eps that is none.
+
     Example:
         >>> norm = GatedRMSNorm(8)
         >>> norm
@@ -27,6 +31,8 @@ class GatedRMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
+        needs_size("size", size)
+        needs_eps("eps", eps)
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
@@ -63,12 +69,17 @@ class ZeroCenteredRMSNorm(nn.Module):
         size: the last dimension.
         eps: added to the mean square.
 
+    Raises:
+        ValueError: a size or an eps that is none.
+
     Example:
         >>> ZeroCenteredRMSNorm(4)(torch.full((1, 4), 3.0))
         tensor([[1.0000, 1.0000, 1.0000, 1.0000]], grad_fn=...)
     """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
+        needs_size("size", size)
+        needs_eps("eps", eps)
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(size))
@@ -85,7 +96,15 @@ class ZeroCenteredRMSNorm(nn.Module):
 
         Returns:
             The same shape and dtype.
+
+        Raises:
+            ValueError: another last dimension, dtype or device.
         """
+        needs_floating("x", x)
+        if x.dim() < 1 or x.shape[-1] != self.weight.shape[0]:
+            raise ValueError(f"x needs {self.weight.shape[0]} as its last dimension, got {list(x.shape)}")
+        if x.device != self.weight.device:
+            raise ValueError(f"x needs the weight's device {self.weight.device}, got {x.device}")
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.weight.shape, 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
 

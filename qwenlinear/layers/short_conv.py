@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qwenlinear.checks import needs_floating, needs_size, needs_tensor
 from qwenlinear.kernels import PackedSequences
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.convolution import check_lengths, final_state, short_convolution
@@ -38,10 +39,9 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int, activation: str | None = "silu") -> None:
         super().__init__()
-        for name, size in (("channels", channels), ("width", width)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} needs a whole number >= 1, got {size!r}")
-        if activation is not None and activation not in ACTIVATIONS:
+        needs_size("channels", channels)
+        needs_size("width", width)
+        if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
             raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.channels = channels
         self.width = width
@@ -77,7 +77,7 @@ class ShortConvolution(nn.Module):
             ``[B, T, C]`` in x's dtype, and ``[N, C, W-1]`` in x's dtype or None.
 
         Raises:
-            ValueError: a wrong shape, or boundaries that do not fit.
+            ValueError: a wrong shape, dtype or device, or boundaries that do not fit.
         """
         self._check(x, initial_state, cu_seqlens, lengths)
         packed = cu_seqlens if cu_seqlens is not None and cu_seqlens.num_sequences > 1 else None  # one is dense
@@ -89,13 +89,17 @@ class ShortConvolution(nn.Module):
         return f"{self.channels}, width={self.width}, activation={self.activation}"
 
     def _check(self, x: Tensor, state: Tensor | None, packed: PackedSequences | None, lengths: Tensor | None) -> None:
+        needs_floating("x", x)
         if x.dim() != 3 or x.shape[2] != self.channels:
             raise ValueError(f"x needs shape [B, T, {self.channels}], got {list(x.shape)}")
+        if x.device != self.weight.device:
+            raise ValueError(f"x needs the weight's device {self.weight.device}, got {x.device}")
         if packed is not None and not isinstance(packed, PackedSequences):
             raise ValueError(
                 f"cu_seqlens needs a PackedSequences, got {type(packed).__name__}; from_cu_seqlens makes one"
             )
         if lengths is not None:
+            needs_tensor("lengths", lengths)
             check_lengths(lengths, x)
         if packed is not None and (x.shape[0] != 1 or packed.total_tokens != x.shape[1] or lengths is not None):
             raise ValueError(
@@ -103,5 +107,9 @@ class ShortConvolution(nn.Module):
                 f"{list(x.shape)}, {packed.total_tokens} tokens{'' if lengths is None else ', lengths'}"
             )
         wanted = (x.shape[0] if packed is None else packed.num_sequences, self.channels, self.width - 1)
-        if state is not None and tuple(state.shape) != wanted:
-            raise ValueError(f"initial_state needs shape {list(wanted)} ([N, C, W-1]), got {list(state.shape)}")
+        if state is not None:
+            needs_floating("initial_state", state)
+            if tuple(state.shape) != wanted:
+                raise ValueError(f"initial_state needs shape {list(wanted)} ([N, C, W-1]), got {list(state.shape)}")
+            if state.device != x.device:
+                raise ValueError(f"initial_state needs x's device {x.device}, got {state.device}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qwenlinear import usage
+from qwenlinear import terminal, usage
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels import GatedDeltaKernel
 from qwenlinear.kernels.auto import kernel_from_name
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             passed = passed and report is not None and report.passed
             written.append(f"## {title}\n\n{text}")
             loaded += [json.loads(report.to_json())] if report is not None else []
-            print(f"\n{written[-1]}", flush=True)
+            print()
+            terminal.show_markdown(written[-1])
+            sys.stdout.flush()
             if args.markdown is not None:  # after each, so that a crash of the next leaves what there is
                 args.markdown.write_text("\n\n".join(written) + "\n", encoding="utf-8")
             if args.json is not None:

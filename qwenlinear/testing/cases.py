@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -188,6 +188,29 @@ def draw(case: Case, device: torch.device | str) -> Drawn:
         normal(case.N, HV, K, V).to(wide).to(device),
         _boundaries(case, device),
     )
+
+
+def checked_cases(cases: Iterable[Case] | None) -> tuple[Case, ...] | None:
+    """Cases that a user gave, looked at before the first of them runs.
+
+    Args:
+        cases: meant as cases, or None for those of the suite.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: something else.
+    """
+    if cases is None:
+        return None
+    found = tuple(cases) if isinstance(cases, Iterable) else (cases,)
+    for case in found:
+        if not isinstance(case, Case):
+            raise ValueError(f"cases needs a sequence of Case objects or None, got {case!r:.80}")
+    if not isinstance(cases, Iterable):
+        raise ValueError(f"cases needs a sequence of Case objects, got one by itself: [{cases!r}]")
+    return found
 
 
 def _shown(value: object) -> str:

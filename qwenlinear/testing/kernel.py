@@ -18,7 +18,7 @@ from qwenlinear.errors import UnsupportedCall
 from qwenlinear.kernels.base import GatedDeltaKernel
 from qwenlinear.kernels.hardware import present
 from qwenlinear.kernels.torch_kernel import TorchKernel
-from qwenlinear.testing.cases import Case
+from qwenlinear.testing.cases import Case, checked_cases
 from qwenlinear.testing.checks import CHECKS, WrongValues
 from qwenlinear.testing.generate import Heads, generate
 from qwenlinear.testing.limits import widened
@@ -52,7 +52,7 @@ def check_kernel(
         The report; ``report.passed`` is True.
 
     Raises:
-        ValueError: no kernel object, or a device that is not there.
+        ValueError: no kernel object, a device that is not there, cases that are none, a number below 0.
         ConformanceError: something failed, or every case was refused; the report is its ``.report``.
 
     Example:
@@ -62,7 +62,9 @@ def check_kernel(
     """
     if not isinstance(kernel, GatedDeltaKernel):
         raise ValueError(f"kernel needs an instance of a GatedDeltaKernel, such as MyKernel(); got {kernel!r}")
-    where = present(device)
+    if isinstance(packings, bool) or not isinstance(packings, int) or packings < 0:
+        raise ValueError(f"packings needs a whole number >= 0, got {packings!r}")
+    where, cases = present(device), checked_cases(cases)
     if cases is None:
         cases = generate(kernel, where.type, None if heads is None else tuple(heads), packings)
         look_wider = where.type == "cpu"  # elsewhere an undeclared call may break the device for the whole process

@@ -8,7 +8,7 @@ from itertools import product
 
 from qwenlinear.errors import UnsupportedCall
 from qwenlinear.layers.gated_delta_net import GatedDeltaNet
-from qwenlinear.testing.cases import Case
+from qwenlinear.testing.cases import Case, checked_cases
 from qwenlinear.testing.checks import Errors, WrongValues
 from qwenlinear.testing.kernel import versions
 from qwenlinear.testing.layer_checks import LAYER_CHECKS
@@ -30,6 +30,7 @@ def check_layer(
         The report; ``report.passed`` is True.
 
     Raises:
+        ValueError: no layer object, or cases that are none.
         ConformanceError: something failed, or every case was refused; the report is its ``.report``.
 
     Example:
@@ -39,6 +40,9 @@ def check_layer(
         >>> check_layer(Qwen3_5GatedDeltaNet(config, TorchKernel()), cases=[Case("one pass", T=5)]).passed
         True
     """
+    if not isinstance(layer, GatedDeltaNet):
+        raise ValueError(f"layer needs a GatedDeltaNet, got {layer!r:.80}")
+    cases = checked_cases(cases)
     dtype = str(layer.out_proj.weight.dtype).removeprefix("torch.")
     results: list[CaseResult] = []
     for case in _generate(dtype) if cases is None else cases:

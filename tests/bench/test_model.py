@@ -31,6 +31,25 @@ def test_tiny(tmp_path, capsys) -> None:
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("device", "kernels", "dtype", "tokens"),
+    [("cpu", ["torch"], "float32", 1024), ("cuda", ["fla", "flashqla"], "bfloat16", 32768)],
+)
+def test_defaults_are_the_devices(monkeypatch, tmp_path, device, kernels, dtype, tokens) -> None:
+    import argparse
+
+    from qwenlinear.bench import model
+
+    parser = argparse.ArgumentParser()
+    model.add_arguments(parser)
+    args = parser.parse_args(["--parts", "prefill", "--out", str(tmp_path)])
+    args.device = device  # the parser wants one that is here
+    monkeypatch.setattr(model, "Bench", lambda given: (_ for _ in ()).throw(InterruptedError))  # nothing is built
+    with pytest.raises(InterruptedError):
+        model.run(args)
+    assert (args.kernels, args.dtype, args.tokens, args.prompt) == (kernels, dtype, tokens, tokens)
+
+
 def test_agreement_is_said_of_those_who_trained() -> None:
     from qwenlinear.bench import machine
     from qwenlinear.bench.model import markdown

@@ -53,7 +53,9 @@ def test_cached_decoding() -> None:
 
 @pytest.mark.parametrize("name", ["packed_sequences.py", "cached_decoding.py"])
 def test_a_named_kernel_that_cannot_run_here_dies_at_start(name) -> None:
-    assert "[device]" in _run(name, "--qwen-gdn-backend", "flashqla", status=1)
+    out = _run(name, "--qwen-gdn-backend", "flashqla", status=2)
+    assert "Traceback" not in out
+    assert "error: FlashQLAKernel(contiguity='copy') cannot run on cpu:\n  - [device] needs cuda; got cpu" in out
 
 
 @pytest.mark.parametrize("name", ["packed_sequences.py", "cached_decoding.py", "cuda_graphs.py"])
