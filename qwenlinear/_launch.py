@@ -24,7 +24,7 @@ def eager(*tensors: Tensor | None) -> bool:
     """Whether a launch may be called as a function. PyTorch's dispatcher costs the host as much as the launch itself.
 
     Whoever watches or transforms operators (compilers, exporters, tracers, modes, ``torch.func``, tensor subclasses) needs
-    the registered operator; plain tensors in eager code do not. Gradients are the caller's to ask about.
+    the registered operator; plain tensors with memory in eager code do not. Gradients are the caller's to ask about.
 
     Args:
         *tensors: all that the operator would be called with; None is passed over.
@@ -47,7 +47,7 @@ def eager(*tensors: Tensor | None) -> bool:
             if tensor is None:
                 continue
             kind = type(tensor)
-            if kind is not Tensor and kind is not nn.Parameter:
+            if (kind is not Tensor and kind is not nn.Parameter) or tensor.is_meta:
                 return False
             tensor.data_ptr()
     except RuntimeError:  # no memory of its own: a wrapper, as a backward pass over several gradients at once has it

@@ -87,11 +87,19 @@ class Inputs:
 
     def laid_out(self) -> Inputs:
         """As the kernels read them: last dimensions contiguous, the small tensors whole, the state ``[N, W-1, C]``."""
-        rows = {name: _rows(getattr(self, name)) for name in ("qkv", "b", "a")}
-        state = None if self.initial_state is None else self.initial_state.transpose(1, 2).contiguous()
-        small = {name: getattr(self, name).contiguous() for name in ("weight", "A_log", "dt_bias")}
-        lengths = None if self.lengths is None else self.lengths.contiguous()
-        return replace(self, initial_state=state, lengths=lengths, **rows, **small)
+        return Inputs(
+            _rows(self.qkv),
+            _rows(self.b),
+            _rows(self.a),
+            self.weight.contiguous(),
+            self.A_log.contiguous(),
+            self.dt_bias.contiguous(),
+            None if self.initial_state is None else self.initial_state.transpose(1, 2).contiguous(),
+            self.positions,
+            self.documents,
+            self.bounds,
+            None if self.lengths is None else self.lengths.contiguous(),
+        )
 
     @property
     def sequences(self) -> int:
