@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwenlinear._launch import on
+from qwenlinear._launch import on, power_of_two
 
 SUMMED_ROWS = 4
 """Rows of x of one program that multiplies and sums: each needs accumulators of its own."""
