@@ -17,13 +17,15 @@ MAX_ROWS = 16
 MAX_WEIGHTS = 4
 """Weights of one launch."""
 
+DTYPES = (torch.bfloat16, torch.float16)
+"""What tensor cores multiply without rounding the factors."""
+
 
 def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """``torch.cat([F.linear(x, w) for w in weights], -1)`` for a few rows, where reading the weights is all the work.
 
     In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch (:func:`skinny_linear_twin`).
-    Sums are float32 and rounded once, float32 weights are multiplied without TF32, two calls are equal bit by bit, and no
-    weight is copied. There are no gradients.
+    There sums are float32 and rounded once, two calls are equal bit by bit, and no weight is copied. There are no gradients.
 
     Args:
         x: ``[N, D]``.
@@ -102,6 +104,8 @@ def why_not_skinny(device: torch.device, dtype: torch.dtype, rows: int, weights:
         return f"{rows} rows, more than {MAX_ROWS}"
     if (reason := why_not_fused(device, dtype)) is not None:
         return reason
+    if dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')}, whose products stay PyTorch's"
     if not all(w.is_contiguous() for w in weights):
         return "a weight that is not contiguous"
     return None

@@ -43,6 +43,7 @@ def _on_a_gpu(monkeypatch):
     for name in ("decode", "epilogue", "prologue", "skinny"):
         module = importlib.import_module(f"qwenlinear.ops.{name}")
         monkeypatch.setattr(module, "why_not_fused", lambda *args, **sizes: None)
+    monkeypatch.setattr("qwenlinear.ops.skinny.DTYPES", (torch.float32,))
 
 
 def _decode():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwenlinear import GatedDeltaNetCache, GatedDeltaNetConfig, PackedSequences, TorchKernel, ops
 from qwenlinear.layers import GatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet, projection
-from qwenlinear.ops import available
+from qwenlinear.ops import available, skinny
 from tests.ops.decode_cases import one_token
 
 CONFIG = GatedDeltaNetConfig(
@@ -61,6 +61,7 @@ def fused(monkeypatch):
                 if module.__name__.startswith("qwenlinear.") and getattr(module, "why_not_fused", None) is asked:
                     monkeypatch.setattr(module, "why_not_fused", lambda *args, **sizes: None)
             monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
+            monkeypatch.setattr(skinny, "DTYPES", (*skinny.DTYPES, torch.float32))  # what these layers are in
 
     return switch
 
