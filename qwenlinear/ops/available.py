@@ -43,10 +43,15 @@ def why_not_fused(
     Returns:
         One reason in words, or None where the Triton form runs. Launches nothing.
 
+    Raises:
+        ValueError: no device, or no dtype.
+
     Example:
         >>> why_not_fused(torch.device("cpu"), torch.float32)
         'tensors on cpu'
     """
+    if not isinstance(device, torch.device) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"device and dtype need a torch.device and a torch.dtype, got {device!r} and {dtype!r}")
     if device.type != "cuda":
         return f"tensors on {device.type}"
     if dtype not in _DTYPES:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qwenlinear._launch import eager, needs_grad, written
+from qwenlinear.checks import needs_tensor
 from qwenlinear.kernels.writable import why_not_writable
 from qwenlinear.ops.activations import ACTIVATIONS
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 from qwenlinear.ops.gate import log_decay
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_TENSORS: list[type] = [*[Tensor] * 6, nn.Parameter, nn.Parameter, nn.Parameter]  # as a layer calls it
 
 
 def decode_prologue(
@@ -130,6 +132,10 @@ def _check(
     dt_bias: Tensor,
     activation: str | None,
 ) -> None:
+    tensors = (q, k, v, b, a, conv_state, weight, A_log, dt_bias)
+    if list(map(type, tensors)) != _TENSORS:  # name by name only where it is not the usual: this runs at each token
+        for name, x in zip(("q", "k", "v", "b", "a", "conv_state", "weight", "A_log", "dt_bias"), tensors, strict=True):
+            needs_tensor(name, x)
     if q.dim() != 4 or q.shape[1] != 1:
         raise ValueError(f"q needs shape [B, 1, H, K], got {list(q.shape)}")
     if v.dim() != 5 or v.shape[:3] != q.shape[:3]:
@@ -153,7 +159,7 @@ def _check(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} needs q's dtype {q.dtype}, got {x.dtype}")
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if (reason := why_not_writable("a conv_state", conv_state)) is not None:
         raise ValueError(f"decode_prologue needs {reason}")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qwenlinear._launch import eager, needs_grad
+from qwenlinear.checks import needs_eps, needs_floating
 from qwenlinear.ops.available import refuse_forward_mode, why_not_fused
 
 
@@ -30,7 +31,7 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         ``[..., V]`` in o's dtype; computed in float32 at least. Differentiable once in Triton, in o, z and weight.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit, an eps that is no number above 0.
         NotImplementedError: forward-mode differentiation of the Triton form.
 
     Example:
@@ -38,6 +39,10 @@ def epilogue(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         >>> epilogue(o, qkvz[..., 12:].unflatten(-1, (2, 4)), torch.ones(4), 1e-6).shape
         torch.Size([1, 3, 2, 4])
     """
+    needs_floating("o", o)
+    needs_floating("z", z)
+    needs_floating("weight", weight)
+    needs_eps("eps", eps)
     if o.dim() < 1 or z.shape != o.shape or z.device != o.device:
         raise ValueError(f"z needs o's shape {list(o.shape)} and device {o.device}, got {list(z.shape)} on {z.device}")
     if weight.shape != o.shape[-1:] or weight.device != o.device:

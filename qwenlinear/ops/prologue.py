@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qwenlinear._launch import eager, needs_grad
+from qwenlinear.checks import needs_floating, needs_tensor
 from qwenlinear.kernels.packing import PackedSequences
 from qwenlinear.ops._prologue_torch import prologue_twin
 from qwenlinear.ops.activations import ACTIVATIONS
@@ -146,9 +147,15 @@ def _check_tensors(
     head_dims: tuple[int, int],
     activation: str | None,
 ) -> None:
+    for name, pair in (("heads", heads), ("head_dims", head_dims)):
+        two = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not two or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in pair):
+            raise ValueError(f"{name} needs two whole numbers >= 1, got {pair!r}")
+    for name, tensor in (
+        ("qkv", qkv), ("b", b), ("a", a), ("weight", weight), ("A_log", A_log), ("dt_bias", dt_bias)
+    ):  # fmt: skip
+        needs_tensor(name, tensor)
     (H, HV), (K, V) = heads, head_dims
-    if min(H, HV, K, V) < 1:
-        raise ValueError(f"heads and head_dims need whole numbers >= 1, got {heads} and {head_dims}")
     C = 2 * H * K + HV * V
     if qkv.dim() != 3 or qkv.shape[2] != C or not qkv.is_floating_point():
         raise ValueError(
@@ -156,6 +163,7 @@ def _check_tensors(
         )
     if weight.dim() != 3 or tuple(weight.shape[:2]) != (C, 1) or weight.shape[2] < 1:
         raise ValueError(f"weight needs shape [{C}, 1, W], got {list(weight.shape)}")
+    needs_floating("weight", weight)
     gates = [*qkv.shape[:2], HV]
     for name, tensor, shape in (("b", b, gates), ("a", a, gates), ("A_log", A_log, [HV]), ("dt_bias", dt_bias, [HV])):
         if list(tensor.shape) != shape or not tensor.is_floating_point():
@@ -165,7 +173,7 @@ def _check_tensors(
     for name, tensor in (("b", b), ("a", a), ("weight", weight), ("A_log", A_log), ("dt_bias", dt_bias)):
         if tensor.device != qkv.device:
             raise ValueError(f"{name} needs qkv's device {qkv.device}, got {tensor.device}")
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         raise ValueError(f"activation needs None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
@@ -186,7 +194,10 @@ def _check_sequences(
     if packed is not None and lengths is not None:
         raise ValueError("packed and lengths need to come one without the other, got both")
     if lengths is not None:
+        needs_tensor("lengths", lengths)
         check_lengths(lengths, qkv)
+    if initial_state is not None:
+        needs_tensor("initial_state", initial_state)
     wanted = [B if packed is None else packed.num_sequences, C, weight.shape[2] - 1]
     if initial_state is not None and (list(initial_state.shape) != wanted or not initial_state.is_floating_point()):
         raise ValueError(

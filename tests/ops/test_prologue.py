@@ -199,7 +199,7 @@ def test_lengths_whose_values_cannot_be_read_are_clamped() -> None:
 
 
 def test_operators_know_no_layer() -> None:
-    allowed = ("qwenlinear.kernels.", "qwenlinear.ops", "qwenlinear.errors", "qwenlinear._launch")
+    allowed = ("qwenlinear.kernels.", "qwenlinear.ops", "qwenlinear.errors", "qwenlinear._launch", "qwenlinear.checks")
     for path in Path(MODULE.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qwenlinear"):
