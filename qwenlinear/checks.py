@@ -32,8 +32,8 @@ def needs_floating(name: str, value: object) -> None:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} needs a tensor, got {type(value).__name__}")
+    needs_tensor(name, value)
+    assert isinstance(value, Tensor), "required just now"
     if not value.is_floating_point():
         raise ValueError(f"{name} needs a floating dtype, got {value.dtype}")
 

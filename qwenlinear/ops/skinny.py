@@ -24,7 +24,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 def skinny_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """``torch.cat([F.linear(x, w) for w in weights], -1)`` for a few rows, where reading the weights is all the work.
 
-    In one Triton launch where :func:`why_not_skinny` has nothing against it, else in PyTorch (:func:`skinny_linear_twin`).
+    In one Triton launch (bfloat16 and float16) where :func:`why_not_skinny` has nothing against it, else in PyTorch
+    (:func:`skinny_linear_twin`).
     There sums are float32 and rounded once, two calls are equal bit by bit, and no weight is copied. There are no gradients.
 
     Args:

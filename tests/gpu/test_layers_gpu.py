@@ -383,33 +383,3 @@ def test_decoding_compiled_as_one_graph(layer_class) -> None:
         token = tokens(2, 1)
         assert relative(compiled(token, cache=cache), fast(token, cache=without)) < 1e-2
     assert relative(cache.recurrent_state, without.recurrent_state) < 1e-2
-
-
-# ---- Transformers' modules -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["next", "3.5"])
-def test_injected_layers_take_the_same_path(family) -> None:
-    pytest.importorskip("transformers", minversion="5.6")
-    from qwenlinear.hf import inject
-    from tests.hf.models import make
-
-    sizes = {"hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    model = make(family, **sizes).to(DEVICE, torch.bfloat16)
-    inject(model, AutoKernel())
-    layers = [block.linear_attn for block in model.model.layers if hasattr(block, "linear_attn")]
-    assert len(layers) == 3
-    for layer in layers:  # the model's own repr shows equal neighbours once
-        words = "projections=one product, prologue=fused, epilogue=fused, decoding=two skinny products"
-        assert words in repr(layer)
-    ids = torch.randint(2, 97, (1, 2100), device=DEVICE)
-    exact = copy.deepcopy(model).double()
-    inject(exact, TorchKernel())
-    outputs = [m(ids, labels=ids) for m in (model, exact)]
-    assert relative(outputs[0].logits, outputs[1].logits) < 5e-2
-    outputs[0].loss.backward()
-    layer = model.model.layers[0].linear_attn
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    with torch.no_grad():
-        want = model.generate(ids[:, :50], max_new_tokens=8, do_sample=False)
-    assert want.shape == (1, 58)

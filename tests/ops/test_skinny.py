@@ -35,6 +35,8 @@ def test_where_it_is_fused(monkeypatch):
     assert asked(MAX_ROWS, torch.ones(3, 4)) is None
     assert asked(MAX_ROWS + 1, torch.ones(3, 4)) == f"{MAX_ROWS + 1} rows, more than {MAX_ROWS}"
     assert asked(1, torch.ones(4, 3).t()) == "a weight that is not contiguous"
+    reason = "float32, whose products stay PyTorch's"  # tensor cores would round its factors
+    assert why_not_skinny(torch.device("cuda"), torch.float32, 1) == reason
 
 
 def test_a_machine_without_triton_computes_in_pytorch():
