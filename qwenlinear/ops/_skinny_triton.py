@@ -113,8 +113,8 @@ def choose(K: int, total: int) -> Tile:
         there are enough of them to fill the machine.
     """
     if total >= _MANY_ROWS:
-        return Tile(32, max(64, min(256, power_of_two(K))), 4, 4, 4)
-    return Tile(16, max(64, min(512, power_of_two(K))), 4, 3, 4)
+        return Tile(64, max(64, min(128, power_of_two(K))), 1, 4, 4)
+    return Tile(16, max(64, min(256, power_of_two(K))), 4, 6, 4)
 
 
 def launch(x: Tensor, weights: Sequence[Tensor], tile: Tile | None = None) -> Tensor:
