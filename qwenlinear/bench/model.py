@@ -1,8 +1,9 @@
-"""``qwenlinear bench model``: a whole Transformers model, as installed and injected; training, prefill and decode.
+"""``qwenlinear bench model``: a whole Transformers model, as installed and injected; training, prefill, decode, and a profile.
 
 One process, the same weights: the sides are models that share their parameters and differ in what computes the Gated DeltaNet
 layers, and they take turns within rounds. Before anything is timed every side computes the loss of the same batch and the norm
 of its gradient. The optimizer does its whole work at a learning rate of zero, so the weights stay the same ones.
+Training has one more side, whose Gated DeltaNet layers do nothing: what a faster layer could leave at the least.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwenlinear import terminal, usage
-from qwenlinear.bench import machine
+from qwenlinear.bench import machine, model_profile
 from qwenlinear.bench.fla_switch import SWITCH, fla_switch
 from qwenlinear.bench.layer_options import fill_defaults
+from qwenlinear.bench.model_profile import WITHOUT
+from qwenlinear.bench.tables import reason
 from qwenlinear.bench.timing import Timing, interleave
 from qwenlinear.hf import inject
 from qwenlinear.kernels.auto import kernel_from_name
@@ -60,16 +64,24 @@ TINY: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "vocab_size": 64,
 }
-_CPU: dict[str, Any] = {"dtype": "float32", "layers": 4, "tokens": 1024, "prompt": 1024, "kernels": ["torch"]}
+_PARTS = ("train", "prefill", "decode", "profile")
+_CPU: dict[str, Any] = {
+    "dtype": "float32",
+    "layers": 4,
+    "tokens": 1024,
+    "prompt": 1024,
+    "kernels": ["torch"],
+    "parts": list(_PARTS[:3]),
+}
 _GPU: dict[str, Any] = {
     "dtype": "bfloat16",
     "layers": 12,
     "tokens": 32768,
     "prompt": 32768,
     "kernels": ["fla", "flashqla"],
+    "parts": list(_PARTS),
 }
 _ATTENTION = "sdpa_by_document"
-_PARTS = ("train", "prefill", "decode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=usage.whole(1), default=16, help="decode steps of one measurement (default 16)")
     kernels = "to inject; default: torch (CPU), fla flashqla (GPU)"
     parser.add_argument("--kernels", type=usage.kernel(), nargs="*", help=kernels)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure")
+    parts = (
+        "what to measure; default: train prefill decode, on a GPU also profile (a training step by group of kernels)"
+    )
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, help=parts)
     parser.add_argument("--rounds", type=usage.whole(1), default=7, help="rounds of turns (default 7)")
     parser.add_argument(
         "--part-seconds", type=usage.positive, default=90.0, help="time for the rounds of one part (default 90)"
@@ -119,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
     for part in args.parts:
-        bench.part(part)
+        (bench.profile if part == "profile" else partial(bench.part, part))()
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "model.json").write_text(json.dumps(bench.results, indent=1) + "\n")
     text = markdown(bench.results)
@@ -141,7 +156,9 @@ class Bench:
         self.device, self.dtype = torch.device(args.device), getattr(torch, args.dtype)
         model, self.attention = _build(args, self.device, self.dtype)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        model_profile.give_every_gradient(self.optimizer)
         self.sides = _sides(model, args.kernels)
+        self.without = Side(model_profile.without_layers(model))
         self.results: dict[str, Any] = {
             "machine": machine.describe(self.device),
             "command": "qwenlinear " + " ".join(sys.argv[1:]),
@@ -156,8 +173,9 @@ class Bench:
         make = {"train": self._train, "prefill": self._prefill, "decode": self._decode}[part]
         self.attention.length = self.args.tokens // self.args.documents if part == "train" else None
         work, tokens, facts = make()
+        sides = self.sides | ({WITHOUT: self.without} if part == "train" else {})
         calls, failed = {}, {}
-        for name, side in self.sides.items():
+        for name, side in sides.items():
             try:
                 with side.switched():
                     facts.setdefault(name, {}).update(work(name, side.model) or {})
@@ -167,12 +185,15 @@ class Bench:
                 print(failed[name], file=sys.stderr)
             self._forget()
         if part == "train":
-            self._compare({name: facts[name] for name in calls})
+            self._compare({name: facts[name] for name in calls if name != WITHOUT})
         timings = interleave(calls, self.device, self.args.rounds, self.args.part_seconds)
         timings |= {name: Timing(error=text) for name, text in failed.items()}
-        base = next((timing for timing in timings.values() if timing.seconds), None)
-        for name in self.sides:
-            timing = timings[name]
+        timings = {name: timings[name] for name in sides}
+        base = next((timing for timing in timings.values() if timing.seconds and timing.error is None), None)
+        if part == "train":
+            for name, times in model_profile.layer_times(timings).items():
+                facts[name].update(times)
+        for name, timing in timings.items():
             row: dict[str, Any] = {"part": part, "side": name, **facts.get(name, {})}
             if timing.error is not None or base is None:
                 row["error"] = timing.error
@@ -181,8 +202,15 @@ class Bench:
                 row["speedup"] = timing.ratio(base)
             self.results["rows"].append(row)
             rate = row.get("tokens_per_second")
-            shown = _reason(row.get("error")) if rate is None else f"{rate:,.0f} tokens/s"
+            shown = reason(row.get("error")) if rate is None else f"{rate:,.0f} tokens/s"
             print(f"# {part} {name}: {shown}", file=sys.stderr)
+
+    def profile(self) -> None:
+        """One training step of every side under the profiler."""
+        self.attention.length = self.args.tokens // self.args.documents
+        work, _, _ = self._train()
+        calls = {name: self._on(side, work, name) for name, side in {**self.sides, WITHOUT: self.without}.items()}
+        self.results["profile"] = model_profile.profile_steps(calls, self.device, self._forget)
 
     def _on(self, side: Side, work: Work, name: str) -> Callable[[], object]:
         def call() -> None:
@@ -337,29 +365,24 @@ def markdown(results: dict[str, Any]) -> str:
         Markdown.
     """
     lines = [machine.header(results["machine"]), "", f"`{results['command']}`", ""]
-    trained = sum(row["part"] == "train" and "tokens_per_second" in row for row in results["rows"])
-    if trained > 1:
+    trained = [row for row in results["rows"] if row["part"] == "train" and "tokens_per_second" in row]
+    compared = sum(row["side"] != WITHOUT for row in trained)
+    if compared > 1:
         agree = "agree" if results["losses_agree"] else "DO NOT AGREE"
-        lines += [f"The losses and gradient norms of the {trained} sides that trained {agree}.", ""]
+        lines += [f"The losses and gradient norms of the {compared} sides that trained {agree}.", ""]
     else:
         lines += ["Fewer than two sides trained: no losses to compare.", ""]
-    lines += [
-        "| part | side | tokens/s | against the first | loss | gradient norm |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    if len(trained) > compared:
+        lines += [model_profile.ABOUT_LAYERS, ""]
+    heads = ("part", "side", "tokens/s", "against the first", *model_profile.HEADS, "loss", "gradient norm")
+    lines += [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in results["rows"]:
         if "tokens_per_second" in row:
             cells = [f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}"]
         else:
-            cells = [_reason(row["error"]).replace("|", "/"), ""]
+            cells = [reason(row["error"]).replace("|", "/"), ""]
+        cells += model_profile.layer_cells(row)
         cells += [f"{row[name]:.5f}" if name in row else "" for name in ("loss", "gradient_norm")]
         lines.append(f"| {row['part']} | {row['side']} | {' | '.join(cells)} |")
+    lines += model_profile.markdown(results.get("profile", {}))
     return "\n".join(lines)
-
-
-def _reason(text: str | None) -> str:
-    """Of a traceback the exception's words; of one with a list of reasons, such as a kernel's refusal, the reasons."""
-    lines = str(text).strip().splitlines()
-    last = next(n for n in reversed(range(len(lines))) if lines[n][:1].strip())
-    reasons = [line.strip().removeprefix("- ") for line in lines[last + 1 :]]
-    return "; ".join(reasons or [lines[last]])[:160]

@@ -44,6 +44,25 @@ def markdown(results: Results, tables: list[Table]) -> str:
     return "\n".join(lines)
 
 
+def reason(text: str | None) -> str:
+    """Of a traceback the exception's words; of one with a list of reasons, such as a kernel's refusal, the reasons.
+
+    Args:
+        text: a formatted traceback.
+
+    Returns:
+        One line of at most 160 characters.
+
+    Example:
+        >>> reason("Traceback\\n  File\\nUnsupportedCall: cannot run:\\n  - one\\n  - two\\n")
+        'one; two'
+    """
+    lines = str(text).strip().splitlines()
+    last = next(n for n in reversed(range(len(lines))) if lines[n][:1].strip())
+    reasons = [line.strip().removeprefix("- ") for line in lines[last + 1 :]]
+    return "; ".join(reasons or [lines[last]])[:160]
+
+
 def save(results: Results, path: Path) -> None:
     """Write results as JSON, so that tables can be laid out again any time.
 

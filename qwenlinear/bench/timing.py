@@ -35,6 +35,10 @@ class Timing:
         pairs = zip(other.seconds, self.seconds, strict=False)
         return statistics.median(theirs / own for theirs, own in pairs)
 
+    def minus(self, other: Timing) -> Timing:
+        """How much longer than the other: the differences of the two times of one round, below zero where it was shorter."""
+        return Timing([own - theirs for own, theirs in zip(self.seconds, other.seconds, strict=False)])
+
 
 def interleave(
     calls: Mapping[str, Call],
