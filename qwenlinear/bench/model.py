@@ -16,7 +16,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +133,10 @@ def run(args: argparse.Namespace) -> int:
         raise usage.UsageError(f"--tokens needs a multiple of --documents, got {args.tokens} and {args.documents}")
     bench = Bench(args)
     for part in args.parts:
-        (bench.profile if part == "profile" else partial(bench.part, part))()
+        if part == "profile":
+            bench.profile()
+        else:
+            bench.part(part)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "model.json").write_text(json.dumps(bench.results, indent=1) + "\n")
     text = markdown(bench.results)

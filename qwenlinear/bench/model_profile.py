@@ -38,7 +38,8 @@ _GROUPS: dict[str, str] = {
     "optimizer": r"multi_tensor_apply|fused_?adam|aten::_foreach|aten::(lerp|addcmul|addcdiv)_$",
     "matrix products": r"gem[mv]|cutlass|nvjet|cublas|xmma|splitkreduce|^ampere_|^skinny_kernel|qwenlinear::skinny"
     r"|aten::(mm|addmm|bmm|baddbmm|matmul|linear|einsum)$|mkldnn_linear",
-    "elementwise, copies and reductions": r"at::|elementwise|reduce_kernel|CatArray|memcpy|memset|^triton_(poi|red|per)_|aten::",
+    "elementwise, copies and reductions": r"\bat::|\baten::|elementwise|reduce_kernel|CatArray|memcpy|memset"
+    r"|^triton_(poi|red|per)_",
 }
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _GROUPS.items()}
 

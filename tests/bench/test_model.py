@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qwenlinear import cli
+from qwenlinear.bench.model_profile import WITHOUT
 
 pytest.importorskip("transformers", minversion="5.6")
 
@@ -18,7 +19,8 @@ def test_tiny(tmp_path, capsys) -> None:
     assert cli.main(["bench", "model", *words, "--part-seconds", "1", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "model.json").read_text())
     rows = {(row["part"], row["side"]): row for row in results["rows"]}
-    assert len(rows) == 12
+    assert len(rows) == 13  # training has one more, without the layers
+    assert "profile" not in results  # by default only on a GPU
     assert rows["train", "injected TorchKernel"]["loss"] > 0
     assert rows["train", "injected TorchKernel"]["tokens_per_second"] > 0
     assert "UnsupportedCall" in rows["train", "injected FlashQLAKernel"]["error"]
@@ -26,7 +28,13 @@ def test_tiny(tmp_path, capsys) -> None:
         assert rows[part, "Transformers"]["tokens_per_second"] > 0
         assert rows[part, "injected TorchKernel"]["speedup"] > 0
     assert "| decode | injected TorchKernel |" in (tmp_path / "model.md").read_text()
-    trained = sum("tokens_per_second" in row for (part, _), row in rows.items() if part == "train")
+    without = rows["train", WITHOUT]
+    assert without["tokens_per_second"] > 0
+    assert "layers_ms" not in without
+    assert {"step_ms", "layers_ms"} <= rows["train", "injected TorchKernel"].keys()
+    trained = sum(
+        "tokens_per_second" in row for (part, side), row in rows.items() if part == "train" and side != WITHOUT
+    )
     told = "Fewer than two sides trained" if trained < 2 else f"of the {trained} sides that trained agree."
     assert told in capsys.readouterr().out
 
@@ -47,6 +55,7 @@ def test_defaults_are_the_devices(monkeypatch, tmp_path, device, kernels, dtype,
     monkeypatch.setattr(model, "Bench", lambda given: (_ for _ in ()).throw(InterruptedError))  # nothing is built
     with pytest.raises(InterruptedError):
         model.run(args)
+    assert args.parts == ["prefill"]
     assert (args.kernels, args.dtype, args.tokens, args.prompt) == (kernels, dtype, tokens, tokens)
 
 
