@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qwenlinear.bench.composition import CommonComposition, parts_of
 from qwenlinear.bench.fla_switch import fla_switch
 from qwenlinear.bench.layer_contenders import Setup, Transformers, transformers_config
+from qwenlinear.hf.boundaries import positional_names
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.kernels.torch_kernel import TorchKernel
 from qwenlinear.layers.cache import GatedDeltaNetCache
@@ -89,8 +90,10 @@ class OfTransformers(Decoder):
         return cache
 
     def step(self, layer: nn.Module, x: Tensor, state: Any) -> Tensor:
+        # Transformers 5.17 calls it cache_params, and drops a name that it does not know
+        name = "cache" if "cache" in positional_names(layer) else "cache_params"
         with fla_switch(None):
-            return cast(Tensor, layer(x, cache=state))
+            return cast(Tensor, layer(x, **{name: state}))
 
 
 class OfComposition(Decoder):

@@ -28,7 +28,6 @@ from qwenlinear.kernels import TorchKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.kernels.packing import PackedSequences
 
-_DRAWS = 3  # of hidden states for the part gradients: one alone decides by luck who is a few per cent better
 PARTS = ("times", "memory", "gradients", "flat", "ops")
 _CPU: dict[str, Any] = {
     "dtype": "float32",
@@ -39,6 +38,7 @@ _CPU: dict[str, Any] = {
     "packed": [(8, 128)],
     "kernels": ["torch"],
     "gradient_tokens": 256,
+    "draws": 3,
     "flat_tokens": [1024, 2048, 4096],
 }
 _GPU: dict[str, Any] = {
@@ -50,6 +50,7 @@ _GPU: dict[str, Any] = {
     "packed": [(8, 4096)],
     "kernels": ["flashqla", "fla"],
     "gradient_tokens": 2048,
+    "draws": 16,
     "flat_tokens": [8192, 16384, 32768, 65536, 131072],
 }
 
@@ -81,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradient-tokens", type=usage.whole(1), help="T of the part gradients; default: 256 (CPU), 2048 (GPU)"
     )
+    draws = (
+        "of hidden states for the part gradients; default: 3 (CPU), 16 (GPU)"  # one alone decides by luck who is better
+    )
+    parser.add_argument("--draws", type=usage.whole(1), help=draws)
     parser.add_argument(
         "--flat-tokens",
         type=usage.whole(1),
@@ -271,7 +276,7 @@ class Bench:
         kinds = {"dense": None, "packed": PackedSequences.from_lengths(lengths, device=self.device)}
         for kind, packed in kinds.items():
             found: dict[tuple[str, str], list[float]] = {}
-            for seed in range(_DRAWS):
+            for seed in range(self.args.draws):
                 if self.session.late(f"gradients, {kind}, draw {seed}"):
                     return
                 x = layer_gate.draw(self.setup, T, seed=10 + seed)
@@ -281,9 +286,8 @@ class Bench:
                         for of, error in layer_gate.errors(one, self.layers[one.name], x, packed, truth).items():
                             found.setdefault((one.name, of), []).append(error)
             for (name, of), errors in found.items():
-                error = (sum(e * e for e in errors) / len(errors)) ** 0.5
-                row = {"kind": kind, "tokens": T, "draws": len(errors), "contender": name, "of": of, "error": error}
-                self.results["gradients"].append(row)
+                row = {"kind": kind, "tokens": T, "contender": name, "of": of, "each": errors}
+                self.results["gradients"].append({**row, "error": layer_gate.root_mean_square(errors)})
             self._forget()
 
     def flat(self) -> None:

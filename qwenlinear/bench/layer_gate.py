@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -135,6 +138,33 @@ def gradients(one: LayerContender, layer: nn.Module, x: Tensor, packed: PackedSe
 def _relative(x: Tensor, right: Tensor) -> float:
     difference = ((x.double().view_as(right) - right).norm() / right.norm().clamp(min=1e-300)).detach()
     return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+def root_mean_square(errors: Sequence[float]) -> float:
+    """Of one quantity's errors in several draws."""
+    return math.sqrt(sum(error * error for error in errors) / len(errors))
+
+
+def worse(errors: Sequence[float], others: Sequence[float], factor: float = 1.05) -> bool:
+    """Whether errors are clearly larger than others of the same draws.
+
+    Args:
+        errors: relative errors, one a draw.
+        others: somebody else's, for the same draws.
+        factor: how many times the others' they may be.
+
+    Returns:
+        True where the mean of what their squares are larger by is more than two of its standard errors above zero; for one draw,
+        above zero. A gradient of a few numbers scatters so much that fewer draws would decide by luck.
+
+    Example:
+        >>> worse([1.0, 1.2, 0.9], [1.0, 0.9, 1.1]), worse([1.2, 1.3, 1.25], [1.0, 0.9, 1.1])
+        (False, True)
+    """
+    above = [mine * mine - (factor * other) ** 2 for mine, other in zip(errors, others, strict=True)]
+    if len(above) < 2:
+        return above[0] > 0
+    return statistics.mean(above) > 2 * statistics.stdev(above) / math.sqrt(len(above))
 
 
 def layer_truth(setup: Setup, x: Tensor, packed: PackedSequences | None) -> Named:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qwenlinear.bench import tables as shared
+from qwenlinear.bench.layer_gate import worse
 from qwenlinear.bench.tables import COLOURS, Results, Table, can_draw, last_line
 
 MODES = ("forward", "forward+backward")
@@ -136,17 +137,17 @@ def _floors(results: Results) -> list[Table]:
 def _gradients(kind: str, rows: list[dict[str, Any]], results: Results) -> Table:
     """Parameters down, contenders across; ours in bold where they are clearly worse than the composition with the same kernel."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
-    errors = {(row["contender"], row["of"]): row["error"] for row in rows}
+    errors = {(row["contender"], row["of"]): row for row in rows}
     body = []
     for of in dict.fromkeys(row["of"] for row in rows):
         cells = [of if of == "output" else f"gradient of {of}"]
         for name in names:
-            text, twin = f"{errors[name, of]:.2e}", _composition(name, results)
-            worse = (twin, of) in errors and errors[name, of] > 1.05 * errors[twin or "", of]
-            cells.append(f"**{text}**" if worse else text)
+            own, twin = errors[name, of], errors.get((_composition(name, results) or "", of))
+            text = f"{own['error']:.2e}"
+            cells.append(f"**{text}**" if twin is not None and worse(own["each"], twin["each"]) else text)
         body.append(cells)
-    how = f"{rows[0]['tokens']} tokens, {rows[0]['draws']} draws"
-    title = f"Relative error against float64, {kind}, {how} (bold: over 1.05 x the composition's)"
+    how = f"{rows[0]['tokens']} tokens, root mean square of {len(rows[0]['each'])} draws"
+    title = f"Relative error against float64, {kind}, {how} (bold: clearly over 1.05 x the composition's)"
     return title, ["", *names], body
 
 

@@ -159,13 +159,16 @@ def _mix(layer: Any, injection: Injection, x: Tensor, cache: Any, packed: Packed
     if past is not None and recurrent_state is not None and _in_place(layer, kernel, x, recurrent_state):
         return _decode(layer, injection, x, cache, past, recurrent_state)
     parts = project(layer, c, x)
-    z, columns = parts.z, None if cache is None else parts.qkv
+    gate, columns = parts.z, None if cache is None else parts.qkv
     with without_autocast(x.device), _hooks_fired(layer.conv1d):
         given, _ = prepare(c, parts, _weights(layer), past, packed=packed)
         del parts  # nobody but a cache needs q, k and v as projected any more
         initial = None if recurrent_state is None else recurrent_state.to(state_dtype(given.q.dtype))
         decodes = cache is not None and x.shape[1] == 1
         o, final_state = recur(kernel, given, initial, cache is not None, packed, decodes)
+        del given
+    z = gate()
+    with without_autocast(x.device):
         o = _normed(layer, o, z, c.rms_norm_eps)
     output: Tensor = layer.out_proj(o.flatten(2))
     if cache is not None:

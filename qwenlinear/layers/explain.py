@@ -13,7 +13,7 @@ from qwenlinear.layers.config import GatedDeltaNetConfig
 from qwenlinear.layers.gated_norm import GatedRMSNorm
 from qwenlinear.layers.mixing import steps, why_norm_is_called, why_not_fused_prologue
 from qwenlinear.layers.plain import why_not_plain
-from qwenlinear.layers.projection import projection_names, why_not_joined, why_separate
+from qwenlinear.layers.projection import projection_names, why_called, why_not_plain_weights
 from qwenlinear.layers.short_conv import ShortConvolution
 from qwenlinear.layers.token import OUTPUT, readable
 from qwenlinear.ops import why_not_fused
@@ -33,8 +33,10 @@ def describe(layer: Any, config: GatedDeltaNetConfig) -> str:
         One line.
     """
     device, dtype = _taken(layer)
-    separate = f"tensors on {device.type}" if device.type == "cpu" else why_not_joined(layer, config, dtype, device)
-    projections = "one product" if separate is None else f"separate products ({separate})"
+    called = (
+        f"tensors on {device.type}" if device.type == "cpu" else why_not_plain_weights(layer, config, dtype, device)
+    )
+    projections = "fused" if called is None else f"called ({called})"
     prologue, epilogue = _prologue(layer, config, device, dtype), _epilogue(layer, config, device, dtype)
     said = [reason for reason in _why_called(layer, config, device, dtype, 1) if reason is not None]
     decoding = f"products apart ({said[0]})" if said else "two skinny products"  # as a rule one reason holds for both
@@ -109,14 +111,14 @@ def explain_layer(
 def _projections(layer: GatedDeltaNet, hidden_states: Tensor, call: LayerCall, cache: GatedDeltaNetCache | None) -> str:
     if cache is not None and layer._why_not_in_place(hidden_states, call, cache) is None:
         return _decoding(layer, hidden_states)
-    reason = why_separate(layer, layer.config, hidden_states)
-    return "one product of all weights, joined for it" if reason is None else f"separate products: {reason}"
+    reason = why_called(layer, layer.config, hidden_states)
+    return "fused: three products, one input gradient" if reason is None else f"modules called: {reason}"
 
 
 def _decoding(layer: GatedDeltaNet, hidden_states: Tensor) -> str:
     device, batch = hidden_states.device, hidden_states.shape[0]
     given, taken = _why_called(layer, layer.config, device, layer._dtype(hidden_states), batch)
-    before = "one launch for all input weights" if given is None else f"separate products: {given}"
+    before = "one launch for all input weights" if given is None else f"modules called: {given}"
     if given == taken:
         return f"{before}, and one for out_proj" if taken is None else before
     return f"{before}; " + ("one launch for out_proj" if taken is None else f"out_proj is called: {taken}")

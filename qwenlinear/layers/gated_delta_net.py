@@ -39,9 +39,9 @@ from qwenlinear.ops.gate import log_decay
 class GatedDeltaNet(nn.Module, ABC):
     """A Gated DeltaNet layer (Yang et al., "Gated Delta Networks", arXiv:2412.06464), abstract in its projections.
 
-    project -> short convolution over q, k, v -> gated delta rule -> gated RMS norm -> project. On a GPU the projections are
-    one product where their modules are plain ``nn.Linear``, and what lies around the kernel are fused operators; `repr` and
-    :meth:`explain` say what runs, and why not that.
+    project -> short convolution over q, k, v -> gated delta rule -> gated RMS norm -> project. On a GPU what
+    lies around the kernel are fused operators, the input projections too where their modules are plain ``nn.Linear``; `repr`
+    and :meth:`explain` say what runs, and why not that.
 
     ``A_log`` and ``dt_bias`` stay float32 (or float64) through every cast, so ``layer.to(torch.bfloat16)`` is safe.
     Nothing but :meth:`reset_parameters` initialises, so loading is never undone.
@@ -134,11 +134,14 @@ class GatedDeltaNet(nn.Module, ABC):
         if padding is not None:
             hidden_states = padding.align(hidden_states)
         parts = self._project(hidden_states)
-        z = parts.z
+        gate = parts.z
         with without_autocast(hidden_states.device):  # states, gates and norms stay float32: only projections are cast
             given, conv_state = self._prepare_kernel(parts, call, cached)
             del parts  # nobody needs q, k and v as projected any more
             o, recurrent_state = recur(self.kernel, given, call.recurrent_state, cached, call.packed, call.decodes)
+            del given
+        z = gate()
+        with without_autocast(hidden_states.device):
             o = self.norm(o, z)
         output: Tensor = self.out_proj(o.flatten(2))
         if padding is not None:

@@ -1,15 +1,17 @@
-"""The input projections of a layer: one product where its modules are plain ``nn.Linear``, otherwise the modules as they are.
+"""The input projections of a layer: fused where its modules are plain ``nn.Linear``, otherwise the modules as they are.
 
-The one product multiplies with the weights' rows in the order qkv | b | a | z, put together for the product and dropped after
-it: parameters, names and optimizers know nothing of it, and Qwen3-Next's rows, grouped by key head, are put in order here and
-not as activations. What is kept for the backward pass is the input and the parameters themselves.
+Fused means three products (q|k|v, b|a, z) and one input gradient. Rows are wanted in the order qkv | b | a | z: where a module
+has them so, its weight is multiplied with as it is; Qwen3-Next's rows, grouped by key head, are put in order in a copy that is
+dropped after the product, and not as activations. Parameters, names and optimizers know nothing of it. What is kept for the
+backward pass is the input and the parameters themselves. The output norm's gate z is not projected before it is read, after the
+kernel: neither it nor, going back, its gradient is there while the kernel needs memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Qwen3.5's modules; heads in order."""
 
 FEWEST_TOKENS = 4096
-"""Below this many tokens the products are so short that copying the weights costs more than one of them saves."""
+"""Below this many tokens the products are so short that what surrounds them costs more than fusing saves."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,17 @@ class Projected:
     """What the input projections make of a batch.
 
     Args:
-        qkv: ``[B, T, conv_dim]`` q, k and v side by side; rows may lie further apart than their length, as of b, a and z.
+        qkv: ``[B, T, conv_dim]`` q, k and v side by side; rows may lie further apart than their length, as of b and a.
         b: ``[B, T, HV]`` before beta's sigmoid.
         a: ``[B, T, HV]`` before the decay's softplus.
-        z: ``[B, T, HV, V]`` the output norm's gate.
+        z: projects the output norm's gate ``[B, T, HV, V]``, or gives it where it is there already; to be called once, after
+            the kernel.
     """
 
     qkv: Tensor
     b: Tensor
     a: Tensor
-    z: Tensor
+    z: Callable[[], Tensor]
 
 
 def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
@@ -55,24 +58,28 @@ def project(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> Projected:
         x: ``[B, T, hidden_size]``.
 
     Returns:
-        The four parts: views of one buffer from one product where :func:`why_separate` has nothing against it.
+        The four parts: fused where :func:`why_called` has nothing against it.
     """
-    if why_separate(layer, config, x) is None:
+    names, heads = projection_names(layer), (config.linear_num_value_heads, config.linear_value_head_dim)
+    if why_called(layer, config, x) is None:
         if autocast_enabled(x.device):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights = [getattr(layer, name).weight for name in projection_names(layer)]
-        qkv, b, a, z = _OneProduct.apply(x, _rows(config, projection_names(layer)), *weights)
-        return Projected(qkv, b, a, z.unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim)))
-    if projection_names(layer) == FLAT:
-        z = layer.in_proj_z(x).unflatten(-1, (config.linear_num_value_heads, config.linear_value_head_dim))
-        return Projected(layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x), z)
+        return _fused(config, _Weights([getattr(layer, name).weight for name in names], _rows(config, names)), x)
+    if names == FLAT:
+        return Projected(
+            layer.in_proj_qkv(x),
+            layer.in_proj_b(x),
+            layer.in_proj_a(x),
+            lambda: layer.in_proj_z(x).unflatten(-1, heads),
+        )
     q, k, v, z, b, a = by_key_head(config, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
     qkv = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
-    return Projected(qkv, b.flatten(2), a.flatten(2), z.flatten(2, 3))
+    gate = z.flatten(2, 3)
+    return Projected(qkv, b.flatten(2), a.flatten(2), lambda: gate)
 
 
-def why_separate(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | None:
-    """Why the projections are not one product.
+def why_called(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | None:
+    """Why the projections are called as modules instead of being fused.
 
     Args:
         layer: a module with :data:`FLAT` or :data:`GROUPED`.
@@ -80,13 +87,13 @@ def why_separate(layer: Any, config: GatedDeltaNetConfig, x: Tensor) -> str | No
         x: ``[B, T, hidden_size]``; only its metadata is looked at.
 
     Returns:
-        One reason in words, or None where they are.
+        One reason in words, or None.
     """
-    return why_not_faster(x.device, x.shape[0] * x.shape[1]) or why_not_joined(layer, config, x.dtype, x.device)
+    return why_not_faster(x.device, x.shape[0] * x.shape[1]) or why_not_plain_weights(layer, config, x.dtype, x.device)
 
 
 def why_not_faster(device: torch.device, tokens: int) -> str | None:
-    """Where one product of joined weights was found to gain nothing.
+    """Where fusing was found to gain nothing.
 
     Args:
         device: where the tensors are.
@@ -96,14 +103,16 @@ def why_not_faster(device: torch.device, tokens: int) -> str | None:
         One reason in words, or None.
     """
     if device.type == "cpu":
-        return "on a cpu copying the weights costs more than one product saves"
+        return "on a cpu that is faster"
     if tokens < FEWEST_TOKENS:
-        return f"for {tokens} tokens, fewer than {FEWEST_TOKENS}, copying the weights costs more than one product saves"
+        return f"for {tokens} tokens, fewer than {FEWEST_TOKENS}, that is faster"
     return None
 
 
-def why_not_joined(layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a product of the joined weights would not be what the modules compute.
+def why_not_plain_weights(
+    layer: Any, config: GatedDeltaNetConfig, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why products of the weights would not be what the modules compute.
 
     Args:
         layer: a module with :data:`FLAT` or :data:`GROUPED`.
@@ -155,7 +164,7 @@ def by_key_head(config: GatedDeltaNetConfig, qkvz: Tensor, ba: Tensor) -> tuple[
     return q, k, v.view(B, T, H, G, V), z.view(B, T, H, G, V), b, a
 
 
-# ---- one product ---------------------------------------------------------------------------------------------------
+# ---- fused ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class _Rows:
 
     Args:
         groups: how many times its pattern repeats (H where rows are grouped by key head).
-        parts: the pattern: (first row in the joined weights, rows in one group) in the module's own order.
+        parts: the pattern: (first row among all, rows in one group) in the module's own order.
     """
 
     groups: int
@@ -174,6 +183,10 @@ class _Rows:
     def count(self) -> int:
         """Rows of the module."""
         return self.groups * sum(size for _, size in self.parts)
+
+    def among(self, span: tuple[int, int]) -> bool:
+        """Whether some of them are among rows start..stop."""
+        return any(span[0] <= at < span[1] for at, _ in self.parts)
 
 
 def _rows(config: GatedDeltaNetConfig, names: tuple[str, ...]) -> tuple[_Rows, ...]:
@@ -191,60 +204,118 @@ def _rows(config: GatedDeltaNetConfig, names: tuple[str, ...]) -> tuple[_Rows, .
     return _Rows(1, ((0, C),)), _Rows(1, ((C + 2 * HV, HV * V),)), _Rows(1, ((C, HV),)), _Rows(1, ((C + HV, HV),))
 
 
-class _OneProduct(torch.autograd.Function):
-    """x times the joined weights: qkv, b, a, z, views of one ``[B, T, conv_dim + 2*HV + value_dim]``."""
+class _Weights(NamedTuple):
+    """The modules that have some rows of a span, and which rows theirs are."""
+
+    weights: list[Tensor]
+    rows: tuple[_Rows, ...]
+
+    def among(self, span: tuple[int, int]) -> _Weights:
+        """Those with rows in it."""
+        found = [(w, piece) for w, piece in zip(*self, strict=True) if piece.among(span)]
+        return _Weights([w for w, _ in found], tuple(piece for _, piece in found))
+
+
+def _fused(config: GatedDeltaNetConfig, modules: _Weights, x: Tensor) -> Projected:
+    """The input goes on through the first products to the last one, whose gradient so comes back to where theirs is added."""
+    C, HV, V = config.conv_dim, config.linear_num_value_heads, config.linear_value_head_dim
+    inner, total = C + 2 * HV, C + 2 * HV + HV * V
+    mixing, gating = modules.among((0, inner)), modules.among((inner, total))
+    qkv, b, a, through = _Mixing.apply(x, mixing.rows, (C, HV), *mixing.weights)
+    last = through if x.requires_grad else x  # what came through wants a gradient wherever a weight does
+
+    def z() -> Tensor:
+        gate = _Gate.apply(last, gating.rows, (inner, total), *gating.weights)
+        return cast(Tensor, gate.unflatten(-1, (HV, V)))
+
+    return Projected(qkv, b, a, z)
+
+
+class _Mixing(torch.autograd.Function):
+    """x times the rows of qkv, of b and of a; and x itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: tuple[_Rows, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, rows: tuple[_Rows, ...], sizes: tuple[int, int], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         # frozen weights have no use for x, which nobody else may keep
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *weights)
-        ctx.rows, ctx.shape, ctx.dtype = rows, x.shape, x.dtype
-        total = sum(piece.count for piece in rows)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
+        ctx.rows, ctx.sizes, ctx.dtype = rows, sizes, x.dtype
+        ctx.set_materialize_grads(False)
+        C, HV = sizes
         with without_autocast(x.device):
-            y = x @ _join(weights, rows, 0, total, x.dtype).t()
-        C, HV, value_dim = _sizes(rows)
-        return torch.split(y, [C, HV, HV, value_dim], -1)
+            qkv = x @ _joined(weights, rows, (0, C), x.dtype).t()
+            ba = x @ _joined(weights, rows, (C, C + 2 * HV), x.dtype).t()
+        return qkv, *ba.split_with_sizes((HV, HV), -1), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dqkv: Tensor, db: Tensor, da: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dqkv: Tensor | None, db: Tensor | None, da: Tensor | None, dx: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows: tuple[_Rows, ...] = ctx.rows
-        needs_x, _, *needs = ctx.needs_input_grad
-        first, second = side_by_side([dqkv, db, da]), dz.flatten(0, 1)
-        inner, total = first.shape[1], first.shape[1] + second.shape[1]
-        dx = None
-        dweights: list[Tensor | None] = [None] * len(weights)
-        with without_autocast(first.device):
+        (C, HV), (needs_x, _, _, *needs) = ctx.sizes, ctx.needs_input_grad
+        some = next((d for d in (dqkv, db, da) if d is not None), None)
+        if some is None:
+            return (dx, None, None, *[None] * len(weights))
+        given = zip((dqkv, db, da), (C, HV, HV), strict=True)
+        gradient = side_by_side([some.new_zeros(*some.shape[:2], n) if d is None else d for d, n in given])
+        with without_autocast(some.device):
             if needs_x:
-                dx = first @ _join(weights, rows, 0, inner, ctx.dtype)
-                dx = dx.addmm_(second, _join(weights, rows, inner, total, ctx.dtype)).view(ctx.shape)
-            if x is not None:
-                dweights = _weight_gradients(x.flatten(0, 1), (first, second), weights, rows, needs)
-        return (dx, None, *dweights)
+                joined = _joined(weights, ctx.rows, (0, C + 2 * HV), ctx.dtype)
+                dx = _added(dx, gradient, joined).view(*some.shape[:2], -1)
+            dweights = _weight_gradients(x, gradient, 0, weights, ctx.rows, needs)
+        return (dx if needs_x else None, None, None, *dweights)
 
 
-def _sizes(rows: tuple[_Rows, ...]) -> tuple[int, int, int]:
-    """conv_dim, HV, value_dim."""
-    starts = sorted(start for piece in rows for start, _ in piece.parts)
-    b, a, z = starts[-3:]
-    return b, a - b, sum(piece.count for piece in rows) - z
+class _Gate(torch.autograd.Function):
+    """x times the rows of z."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: tuple[_Rows, ...], span: tuple[int, int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
+        ctx.rows, ctx.span, ctx.dtype = rows, span, x.dtype
+        with without_autocast(x.device):
+            return x @ _joined(weights, rows, span, x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        dx, gradient = None, dz.flatten(0, 1)
+        with without_autocast(dz.device):
+            if needs_x:
+                dx = (gradient @ _joined(weights, ctx.rows, ctx.span, ctx.dtype)).view(*dz.shape[:2], -1)
+            dweights = _weight_gradients(x, gradient, ctx.span[0], weights, ctx.rows, needs)
+        return (dx, None, None, *dweights)
 
 
-def _join(weights: Sequence[Tensor], rows: tuple[_Rows, ...], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Rows start..stop of the joined weights ``[stop - start, hidden_size]``: a weight itself where it is just those."""
+def _added(dx: Tensor | None, gradient: Tensor, weights: Tensor) -> Tensor:
+    """``[B*T, hidden]``: what came back from behind and the product, in its memory, which nobody else has."""
+    if dx is None:
+        return gradient @ weights
+    dx = dx.flatten(0, 1)
+    if torch.compiler.is_compiling():  # which decides itself what may be written over
+        return torch.addmm(dx, gradient, weights)
+    return dx.addmm_(gradient, weights)
+
+
+def _joined(weights: Sequence[Tensor], rows: tuple[_Rows, ...], span: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Rows start..stop of all, ``[stop - start, hidden_size]``: a weight itself where it is just those."""
+    start, stop = span
     for weight, piece in zip(weights, rows, strict=True):
         if piece.groups == 1 and piece.parts == ((start, stop - start),) and weight.dtype == dtype:
             return weight
     joined = weights[0].new_empty(stop - start, weights[0].shape[1], dtype=dtype)
     for weight, piece in zip(weights, rows, strict=True):
-        _exchange(joined, weight, piece, start, stop)
+        _exchange(joined, weight, piece, start)
     return joined
 
 
-def _exchange(joined: Tensor, weight: Tensor, piece: _Rows, start: int, stop: int, back: bool = False) -> None:
-    """Copy a module's rows among start..stop of the joined ones there; or back."""
-    sizes = [size for _, size in piece.parts]
+def _exchange(joined: Tensor, weight: Tensor, piece: _Rows, start: int, back: bool = False) -> None:
+    """Copy those of a module's rows that are among the joined ones, of which start is the first, there; or back."""
+    sizes, stop = [size for _, size in piece.parts], start + joined.shape[0]
     by_group = weight.view(piece.groups, sum(sizes), -1)
     for (at, size), mine in zip(piece.parts, by_group.split(sizes, 1), strict=True):
         if start <= at < stop:
@@ -256,38 +327,30 @@ def _exchange(joined: Tensor, weight: Tensor, piece: _Rows, start: int, stop: in
 
 
 def _weight_gradients(
-    x: Tensor,
-    gradients: tuple[Tensor, Tensor],
+    x: Tensor | None,
+    gradient: Tensor,
+    start: int,
     weights: Sequence[Tensor],
     rows: tuple[_Rows, ...],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Each parameter's gradient. Modules whose rows lie in one of the two gradients alone share its product."""
-    bounds = (0, gradients[0].shape[1]), (gradients[0].shape[1], sum(g.shape[1] for g in gradients))
-    wanted = [(piece, weight) for piece, weight, need in zip(rows, weights, needs, strict=True) if need]
-    products: list[Tensor | None] = []
-    for gradient, (start, stop) in zip(gradients, bounds, strict=True):
-        inside = any(start <= at < stop for piece, _ in wanted for at, _ in piece.parts)
-        products.append(gradient.t() @ x if inside else None)
+    """Each parameter's gradient from one product, of rows start.. of all: a view of it where a module's rows are one run there,
+    otherwise a copy in the module's order, zero for rows that are not there."""
+    if x is None:
+        return [None] * len(weights)
+    product = gradient.t() @ x.flatten(0, 1)
     answers: list[Tensor | None] = []
     for weight, piece, need in zip(weights, rows, needs, strict=True):
-        answers.append(_one_gradient(products, bounds, weight, piece) if need else None)
+        (at, size), *more = piece.parts
+        if not need:
+            answers.append(None)
+        elif piece.groups == 1 and not more:
+            answers.append(product[at - start : at - start + size].to(weight.dtype))
+        else:
+            answer = weight.new_zeros(weight.shape)
+            _exchange(product, answer, piece, start, back=True)
+            answers.append(answer)
     return answers
-
-
-def _one_gradient(
-    products: list[Tensor | None], bounds: Sequence[tuple[int, int]], weight: Tensor, piece: _Rows
-) -> Tensor:
-    """A view of a product where a module's rows are one run of it, otherwise a copy in the module's order."""
-    for product, (start, stop) in zip(products, bounds, strict=True):
-        at, size = piece.parts[0]
-        if product is not None and len(piece.parts) == piece.groups == 1 and start <= at < stop:
-            return product[at - start : at - start + size].to(weight.dtype)
-    gradient = weight.new_empty(weight.shape)
-    for product, (start, stop) in zip(products, bounds, strict=True):
-        if product is not None:
-            _exchange(product, gradient, piece, start, stop, back=True)
-    return gradient
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from qwenlinear import GatedDeltaNetConfig, PackedSequences, TorchKernel, cli
 from qwenlinear.bench import decode, decode_report, layer, layer_gate, layer_report, ops
 from qwenlinear.bench.cases import Case
 from qwenlinear.bench.composition import parts_of
-from qwenlinear.bench.decode_contenders import decoders
+from qwenlinear.bench.decode_contenders import OfTransformers, decoders
 from qwenlinear.bench.floor import FORMULAS, Sizes, copying, products
 from qwenlinear.bench.layer_contenders import KINDS, Composition, FLALayer, Ours, Setup, Transformers, contenders
 from qwenlinear.bench.layer_contenders import _as_fla as as_fla
@@ -119,7 +119,7 @@ def test_a_wrong_gradient_is_found_by_its_name() -> None:
 
 
 def test_what_is_timed_on_a_gpu_is_what_was_checked() -> None:
-    """The layer's one product of all weights begins at a number of tokens; a shorter check would never see it."""
+    """The layer's fused projections begin at a number of tokens; a shorter check would never see it."""
     where, lengths = torch.device("cuda"), layer_gate.lengths_on(torch.device("cuda"))
     assert len(lengths["dense"]) == 1
     assert lengths["packed"][:5] == layer_gate.PACKED
@@ -280,13 +280,38 @@ def test_a_run_stops_at_its_limit_and_keeps_what_it_has(tmp_path) -> None:
 
 
 def test_gradients_clearly_worse_than_the_compositions_are_bold() -> None:
-    def row(contender: str, error: float) -> dict:
-        return {"kind": "dense", "tokens": 8, "draws": 1, "contender": contender, "of": "A_log", "error": error}
+    def row(contender: str, *each: float) -> dict:
+        error = layer_gate.root_mean_square(each)
+        return {"kind": "dense", "tokens": 8, "contender": contender, "of": "A_log", "error": error, "each": each}
 
     kernels = {"common composition, FLA": "fla", "qwenlinear, FLAKernel": "fla"}
-    rows = [row("common composition, FLA", 1e-3), row("qwenlinear, FLAKernel", 1.1e-3)]
+    rows = [row("common composition, FLA", 1e-3, 1.1e-3), row("qwenlinear, FLAKernel", 1.3e-3, 1.4e-3)]
     _, _, body = layer_report._gradients("dense", rows, {"kernels": kernels})
-    assert body == [["gradient of A_log", "1.00e-03", "**1.10e-03**"]]
+    assert body == [["gradient of A_log", "1.05e-03", "**1.35e-03**"]]
+
+
+def test_clearly_worse_is_more_than_the_scatter_of_the_draws() -> None:
+    assert layer_gate.worse([1.06], [1.0])
+    assert not layer_gate.worse([1.04], [1.0])
+    assert not layer_gate.worse([1.5, 0.7, 1.2, 0.8], [1.0, 1.0, 1.0, 0.9])  # by luck
+    assert layer_gate.worse([1.1, 1.09, 1.11, 1.1], [1.0, 1.0, 1.01, 1.0])  # little, but always
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params"])
+def test_transformers_gets_its_states_under_the_name_that_it_knows(name) -> None:
+    """A layer drops what it does not know, and would decode without states."""
+    layer = {"cache": Newer, "cache_params": Older}[name]()
+    assert OfTransformers().step(layer, torch.ones(1), "states") == (name, "states")
+
+
+class Newer(torch.nn.Module):
+    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
+        return "cache", cache
+
+
+class Older(torch.nn.Module):
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        return "cache_params", cache_params
 
 
 def test_operators_alone(tmp_path) -> None:

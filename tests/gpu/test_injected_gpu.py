@@ -21,7 +21,7 @@ def test_injected_layers_take_the_same_path(family, monkeypatch) -> None:
     from qwenlinear.hf import inject
     from tests.hf.models import make
 
-    monkeypatch.setattr(projection, "FEWEST_TOKENS", T)  # the one product, at a length whose reference is still cheap
+    monkeypatch.setattr(projection, "FEWEST_TOKENS", T)  # fused, at a length whose reference is still cheap
 
     sizes = {"hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     model = make(family, **sizes).to(DEVICE, torch.bfloat16)
@@ -29,7 +29,7 @@ def test_injected_layers_take_the_same_path(family, monkeypatch) -> None:
     layers = [block.linear_attn for block in model.model.layers if hasattr(block, "linear_attn")]
     assert len(layers) == 3
     for layer in layers:  # the model's own repr shows equal neighbours once
-        words = "projections=one product, prologue=fused, epilogue=fused, decoding=two skinny products"
+        words = "projections=fused, prologue=fused, epilogue=fused, decoding=two skinny products"
         assert words in repr(layer)
     ids = torch.randint(2, 97, (1, T), device=DEVICE)
     exact = copy.deepcopy(model).double()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qwenlinear import AutoKernel, FLAKernel, FlashQLAKernel, PackedSequences, TorchKernel, TritonKernel
+from qwenlinear.bench.layer_gate import root_mean_square, worse
 from qwenlinear.layers import (
     GatedDeltaNet,
     GatedDeltaNetCache,
@@ -33,13 +34,14 @@ DEVICE = torch.device("cuda")
 CONFIG = GatedDeltaNetConfig(hidden_size=256)  # heads 16/32 x 128
 LENGTHS = [1000, 0, 37, 1, 1062]
 T = sum(LENGTHS)
+DRAWS = 12  # one alone decides by luck who is a few per cent better
 LAYERS = pytest.mark.parametrize("layer_class", [Qwen3NextGatedDeltaNet, Qwen3_5GatedDeltaNet], ids=["next", "3.5"])
 KERNELS = pytest.mark.parametrize("kernel", [FLAKernel(), FlashQLAKernel()], ids=["fla", "flashqla"])
 
 
 @pytest.fixture(autouse=True)
-def one_product_from_here_on(monkeypatch) -> None:
-    """The one product at a length whose float64 reference is still cheap."""
+def fused_from_here_on(monkeypatch) -> None:
+    """Fused projections at a length whose float64 reference is still cheap."""
     monkeypatch.setattr(projection, "FEWEST_TOKENS", T)
 
 
@@ -103,7 +105,7 @@ def test_training_equals_float64(layer_class, kernel, kind) -> None:
     arguments = boundaries(kind), None, mask(kind)
     x = tokens(2 if arguments[0] is None else 1, T)
     text = fast.explain(x.clone().requires_grad_(), *arguments)
-    for words in ("projections: one product of all weights", "prologue: fused", "epilogue: fused"):
+    for words in ("projections: fused", "prologue: fused", "epilogue: fused"):
         assert words in text, text
     want, got = answers(exact, x.double(), *arguments), answers(fast, x, *arguments)
     assert got["output"].dtype == torch.bfloat16
@@ -132,15 +134,19 @@ def composition(layer: Qwen3_5GatedDeltaNet, x: torch.Tensor, packed: PackedSequ
 def test_gradients_are_no_worse_than_the_common_compositions(kernel, kind) -> None:
     pytest.importorskip("fla.modules")
     fast, exact = pair(Qwen3_5GatedDeltaNet, kernel)
-    packed, x = boundaries(kind), tokens(1, T)
-    want, mine = answers(exact, x.double(), packed), answers(fast, x, packed)
-    theirs = answers(fast, x, packed, run=lambda *arguments: composition(fast, *arguments))
-    errors = {name: (relative(mine[name], want[name]), relative(theirs[name], want[name])) for name in want}
+    packed, errors = boundaries(kind), {}
+    for _ in range(DRAWS):
+        x = tokens(1, T)
+        want, mine = answers(exact, x.double(), packed), answers(fast, x, packed)
+        theirs = answers(fast, x, packed, run=lambda *arguments: composition(fast, *arguments))
+        for name, right in want.items():
+            errors.setdefault(name, []).append((relative(mine[name], right), relative(theirs[name], right)))
     print(f"\n{kernel!r}, {kind}: relative errors against float64, of this layer and of the common composition")
-    for name, (ours, others) in errors.items():
-        print(f"  {name:20} {ours:.2e} {others:.2e}")
-    for name, (ours, others) in errors.items():
-        assert ours <= 1.05 * others, name
+    for name, draws in errors.items():
+        ours, others = zip(*draws, strict=True)
+        print(f"  {name:20} {root_mean_square(ours):.2e} {root_mean_square(others):.2e}")
+    clearly = [name for name, draws in errors.items() if worse(*zip(*draws, strict=True))]
+    assert not clearly
 
 
 @LAYERS
@@ -150,7 +156,7 @@ def test_one_product_and_separate_ones(layer_class, kernel, monkeypatch) -> None
     x = tokens(1, T)
     want, joined = answers(exact, x.double()), answers(fast, x)
     monkeypatch.setattr(projection, "FEWEST_TOKENS", T + 1)
-    assert "projections: separate products" in fast.explain(x)
+    assert "projections: modules called" in fast.explain(x)
     apart = answers(fast, x)
     for name in want:
         assert relative(joined[name], want[name]) <= 1.1 * relative(apart[name], want[name]) + 1e-4, name
@@ -224,7 +230,7 @@ def test_autocast() -> None:
 
     def run(*arguments):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            assert "one product" in layer.explain(*arguments)
+            assert "projections: fused" in layer.explain(*arguments)
             return layer(*arguments)
 
     got, want = answers(layer, x, run=run), answers(exact, x.double())

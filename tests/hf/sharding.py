@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def all_losses(rank: int) -> dict[str, tuple[list[float], int]]:
-    """A model that is never injected, one injected before it is sharded, one after, and one whose projections are one product."""
+    """A model that is never injected, one injected before it is sharded, one after, and one whose projections are fused."""
     return {when: losses(rank, when) for when in ("never", "before", "after", "joined")}
 
 
@@ -22,7 +22,7 @@ def losses(rank: int, when: str) -> tuple[list[float], int]:
         inject(model, kernel)
     if when == "joined":  # as on a GPU; in this process, which ends after it
         projection.why_not_faster = lambda device, tokens: None
-        projection._OneProduct.apply = counted(projection._OneProduct.apply)
+        projection._Mixing.apply = counted(projection._Mixing.apply)
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             fully_shard(layer.linear_attn)

@@ -1,4 +1,4 @@
-"""Whole layers on the fused path, as on a GPU, in Triton's interpreter: one product, fused prologue and epilogue, in place."""
+"""Whole layers on the fused path, as on a GPU, in Triton's interpreter: fused projections, prologue and epilogue, in place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_equals_the_plain_path(layer, fused, kind) -> None:
     want = run(layer, x, **CALLS[kind])
     fused(True)
     text = layer.explain(x, **CALLS[kind])
-    assert "projections: one product" in text
+    assert "projections: fused" in text
     assert "prologue: fused" in text
     assert "epilogue: fused" in text
     assert "projections=" in repr(layer)
@@ -224,7 +224,7 @@ def test_a_token_of_called_modules(layer, fused) -> None:
     got, text = decode(x)
     handle.remove()
     assert len(seen) == 3
-    assert f"separate products: {name} has hooks" in text
+    assert f"modules called: {name} has hooks" in text
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
     layer.out_proj.bias = torch.nn.Parameter(torch.ones(32))
     torch.testing.assert_close(decode(x)[0], plain + 1, rtol=1e-4, atol=1e-5)

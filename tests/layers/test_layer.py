@@ -255,7 +255,7 @@ def test_value_heads_are_grouped_by_key_head(layer_class) -> None:
     layer = layer_class(config, TorchKernel()).double()
     x = rand(2, 7, 32)
     parts = layer._project(x)
-    q, v, z = parts.qkv[..., :16].unflatten(-1, (2, 8)), parts.qkv[..., 32:].unflatten(-1, (6, 4)), parts.z
+    q, v, z = parts.qkv[..., :16].unflatten(-1, (2, 8)), parts.qkv[..., 32:].unflatten(-1, (6, 4)), parts.z()
     assert (parts.qkv.shape, z.shape, parts.b.shape, parts.a.shape) == ((2, 7, 56), (2, 7, 6, 4), (2, 7, 6), (2, 7, 6))
     if layer_class is Qwen3NextGatedDeltaNet:
         rows = layer.in_proj_qkvz.weight.view(2, 2 * 8 + 2 * 3 * 4, 32)
@@ -292,8 +292,7 @@ def test_repr_shows_kernel_and_implementations(make_layer) -> None:
     text = repr(make_layer())
     assert "hidden_size=32, heads=2/4 x 8/8, kernel=TorchKernel()" in text
     assert (
-        "projections=separate products (tensors on cpu), prologue=PyTorch (tensors on cpu), "
-        "epilogue=PyTorch (tensors on cpu)"
+        "projections=called (tensors on cpu), prologue=PyTorch (tensors on cpu), epilogue=PyTorch (tensors on cpu)"
     ) in text
     assert "GatedRMSNorm(8, eps=1e-06, runs in PyTorch: tensors on cpu)" in text
 
@@ -334,12 +333,12 @@ def test_repr_is_of_a_call_in_the_projections_dtype(make_layer, monkeypatch) -> 
         monkeypatch.setattr(module, "why_not_fused", in_bfloat16)
     layer = make_layer(dtype=torch.float32).to("meta").bfloat16()
     layer.norm.float()
-    assert "projections=one product, prologue=fused, epilogue=fused" in repr(layer)
+    assert "projections=fused, prologue=fused, epilogue=fused" in repr(layer)
     first, *others = projection.projection_names(layer)
     getattr(layer, first).float()
-    assert "projections=separate products (weights and input are of several dtypes)" in repr(layer)
+    assert "projections=called (weights and input are of several dtypes)" in repr(layer)
     setattr(layer, first, Quantised())
-    assert f"projections=separate products ({first} is a Quantised), prologue=fused, epilogue=fused" in repr(layer)
+    assert f"projections=called ({first} is a Quantised), prologue=fused, epilogue=fused" in repr(layer)
     for name in others:
         setattr(layer, name, Quantised())
     assert "prologue=fused, epilogue=fused" in repr(layer)  # what the output projection takes
@@ -352,7 +351,7 @@ def test_explain(make_layer, recording_kernel) -> None:
     x = rand(1, 12, 32)
     text = layer.explain(x, cu_seqlens=torch.tensor([0, 5, 12]))
     for words in (
-        "projections: separate products: on a cpu copying the weights costs more than one product saves",
+        "projections: modules called: on a cpu that is faster",
         "prologue: PyTorch (tensors on cpu)",
         "epilogue: PyTorch (tensors on cpu)",
         "padding: none",

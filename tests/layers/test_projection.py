@@ -1,9 +1,8 @@
-"""One product of joined weights equals the separate modules, keeps nothing but inputs and parameters, and knows its limits."""
+"""Fused projections equal the modules called, keep nothing but inputs and parameters, and know their limits."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwenlinear.kernels import PackedSequences, TorchKernel
 from qwenlinear.layers import Qwen3NextGatedDeltaNet, projection
-from qwenlinear.layers.projection import FEWEST_TOKENS, project, side_by_side, why_not_faster, why_not_joined
+from qwenlinear.layers.projection import FEWEST_TOKENS, project, side_by_side, why_not_faster, why_not_plain_weights
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -22,7 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def joined(monkeypatch) -> None:
-    """On a CPU separate products are faster; here the one product runs all the same."""
+    """On a CPU calling the modules is faster; here the fused form runs all the same."""
     monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
 
 
@@ -32,7 +31,7 @@ def rand(*shape: int, grad: bool = False) -> torch.Tensor:
 
 def parts(layer, x: torch.Tensor) -> list[torch.Tensor]:
     projected = project(layer, layer.config, x)
-    return [getattr(projected, field.name) for field in dataclasses.fields(projected)]
+    return [projected.qkv, projected.b, projected.a, projected.z()]
 
 
 def input_weights(layer) -> dict[str, nn.Parameter]:
@@ -40,21 +39,21 @@ def input_weights(layer) -> dict[str, nn.Parameter]:
 
 
 def reference(layer, x, upstream, leaves):
-    """What the separate modules give."""
+    """What the modules called give."""
     want = parts(layer, x)
     return want, torch.autograd.grad(want, leaves, upstream)
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (1, 5), (3, 1), (1, 1)])
-def test_equals_the_separate_modules(make_layer, monkeypatch, shape) -> None:
+def test_equals_the_modules_called(make_layer, monkeypatch, shape) -> None:
     layer, x = make_layer(), rand(*shape, 32, grad=True)
     leaves = [x, *input_weights(layer).values()]
     upstream = [torch.randn_like(part) for part in parts(layer, x)]
     want, gradients = reference(layer, x, upstream, leaves)
     monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
     got = parts(layer, x)
-    assert all("OneProduct" in repr(part.grad_fn) for part in got[:3])
-    assert len({part.untyped_storage().data_ptr() for part in got}) == 1  # one buffer, read as it lies
+    assert all("Mixing" in repr(part.grad_fn) for part in got[:3])
+    assert "Gate" in repr(got[3].grad_fn.next_functions[0][0])
     for mine, reference_ in zip(got, want, strict=True):
         torch.testing.assert_close(mine, reference_, **CLOSE)
     for mine, reference_ in zip(torch.autograd.grad(got, leaves, upstream), gradients, strict=True):
@@ -117,7 +116,7 @@ def test_whole_layer_either_way(make_layer, monkeypatch) -> None:
         want = layer(x, **arguments)
         gradients = torch.autograd.grad(want, leaves, upstream)
         monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
-        assert "projections: one product" in layer.explain(x, **arguments)
+        assert "projections: fused" in layer.explain(x, **arguments)
         got = layer(x, **arguments)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
         for mine, reference_ in zip(torch.autograd.grad(got, leaves, upstream), gradients, strict=True):
@@ -130,7 +129,9 @@ def test_nothing_is_kept_but_inputs_and_parameters(make_layer, joined) -> None:
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         parts(layer, x)
-    assert len(saved) == 1 + len(input_weights(layer))
+    assert len(saved) == 2 + len(input_weights(layer)) + isinstance(
+        layer, Qwen3NextGatedDeltaNet
+    )  # x twice, qkvz twice
     assert {t.untyped_storage().data_ptr() for t in saved} <= known
 
 
@@ -173,7 +174,7 @@ def test_a_layer_keeps_no_second_copy_of_a_weight(make_layer, joined) -> None:
 
 def reason(layer) -> str | None:
     weight = layer.out_proj.weight
-    return why_not_joined(layer, layer.config, weight.dtype, weight.device)
+    return why_not_plain_weights(layer, layer.config, weight.dtype, weight.device)
 
 
 def first_projection(layer) -> str:
@@ -258,7 +259,7 @@ def test_a_module_that_is_more_than_its_weight_is_called(make_layer, joined, cha
     assert reason(layer) is None
     change(layer, first_projection(layer))
     assert words in reason(layer)
-    assert f"separate products: {reason(layer)}" in layer.explain(rand(1, 4, 32))
+    assert f"modules called: {reason(layer)}" in layer.explain(rand(1, 4, 32))
 
 
 def test_hooks_fire_and_adapters_train(make_layer, joined) -> None:
@@ -322,7 +323,7 @@ def test_parametrized_weights_get_their_gradient(make_layer, joined) -> None:
     assert getattr(layer, name).parametrizations.weight.original.grad.abs().sum() > 0
 
 
-def test_where_one_product_is_not_faster() -> None:
+def test_where_fusing_is_not_faster() -> None:
     assert "on a cpu" in why_not_faster(CPU, 10**6)
     assert why_not_faster(CUDA, FEWEST_TOKENS) is None
     assert f"for {FEWEST_TOKENS - 1} tokens" in why_not_faster(CUDA, FEWEST_TOKENS - 1)
@@ -346,7 +347,7 @@ def test_autocast(make_layer, monkeypatch) -> None:
     want, separate = run()
     monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "projections: one product" in layer.explain(x)
+        assert "projections: fused" in layer.explain(x)
     got, gradients = run()
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

@@ -69,7 +69,7 @@ def test_a_module_that_is_more_than_its_weight_is_called(make_layer, launches, c
     torch.testing.assert_close(want, layer(x), rtol=1e-9, atol=1e-11)
     if which == "an input projection":
         with torch.no_grad():
-            assert f"projections: separate products: {said}; one launch for out_proj" in layer.explain(
+            assert f"projections: modules called: {said}; one launch for out_proj" in layer.explain(
                 x[:, :1], cache=cache
             )
     assert f"decoding=products apart ({said})" in repr(layer)
@@ -91,14 +91,14 @@ def test_more_sequences_than_a_launch_takes(make_layer, launches) -> None:
     assert not launches
     torch.testing.assert_close(got, layer(x), rtol=1e-9, atol=1e-11)
     with torch.no_grad():
-        assert "projections: separate products: too many\n" in layer.explain(x[:, :1], cache=cache)
+        assert "projections: modules called: too many\n" in layer.explain(x[:, :1], cache=cache)
 
 
 def test_on_a_cpu_the_modules_are_called(make_layer) -> None:
     layer, x = make_layer(), rand(2, 6, 32)
     _, cache = decoded(layer, x)
     with torch.no_grad():
-        assert "projections: separate products: tensors on cpu\n" in layer.explain(x[:, :1], cache=cache)
+        assert "projections: modules called: tensors on cpu\n" in layer.explain(x[:, :1], cache=cache)
     assert "decoding=products apart (tensors on cpu)" in repr(layer)
 
 
