@@ -23,7 +23,7 @@ from qwenlinear.bench.layer_contenders import KINDS, LayerContender, Named, Ours
 from qwenlinear.bench.layer_options import add_size_arguments, fill_defaults, setup_of
 from qwenlinear.bench.peak import peak_bytes
 from qwenlinear.bench.session import Session, say
-from qwenlinear.bench.timing import Call, Timing, captured, interleave
+from qwenlinear.bench.timing import Call, Timing, interleave
 from qwenlinear.kernels import TorchKernel
 from qwenlinear.kernels.auto import kernel_from_name
 from qwenlinear.kernels.packing import PackedSequences
@@ -291,7 +291,7 @@ class Bench:
             self._forget()
 
     def flat(self) -> None:
-        """Time and memory a token of our layer, over T; on a GPU also the time of a CUDA graph, without the host's."""
+        """Time and memory a token of our layer, over T."""
         gradients = sum(p.numel() * p.element_size() for p in self.setup.weights.values())
         ours = [one for one in self.contenders if isinstance(one, Ours) and not one.called]
         for T in self.args.flat_tokens:
@@ -300,16 +300,13 @@ class Bench:
                     return
                 case = self._case(1, T)
                 calls, reasons = self._calls(case, train, ours)
-                replays = {f"{name}|graph": captured(call) for name, call in calls.items() if self.device.type != "cpu"}
-                timings = self._interleaved({**calls, **replays})
+                timings = self._interleaved(calls)
                 for one in ours:
                     row: dict[str, Any] = {"tokens": T, "contender": one.name, "mode": _mode(train)}
                     timing = timings.get(one.name, Timing(error=reasons.get(one.name)))
                     if timing.seconds:
                         peak = self._peak(calls[one.name])
                         row |= {"ns_a_token": timing.median / T * 1e9, **peak}
-                        if (replayed := timings.get(f"{one.name}|graph")) is not None:
-                            row["graph_ns_a_token"] = replayed.median / T * 1e9
                         if "peak_mib" in peak:  # the weights' gradients are there once, however many tokens
                             row["bytes_a_token"] = (peak["peak_mib"] * 2**20 - (gradients if train else 0)) / T
                     else:

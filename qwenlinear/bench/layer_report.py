@@ -151,13 +151,6 @@ def _gradients(kind: str, rows: list[dict[str, Any]], results: Results) -> Table
     return title, ["", *names], body
 
 
-_A_TOKEN = (
-    ("ns_a_token", "ns a token", 1.0),
-    ("graph_ns_a_token", "ns a token in a CUDA graph", 1.0),
-    ("bytes_a_token", "KiB a token", 1024.0),
-)
-
-
 def _flat(rows: list[dict[str, Any]]) -> Table:
     """Tokens across, and the largest over the smallest."""
     tokens = sorted({row["tokens"] for row in rows})
@@ -165,7 +158,7 @@ def _flat(rows: list[dict[str, Any]]) -> Table:
     for name in dict.fromkeys(row["contender"] for row in rows):
         for mode in MODES:
             own = {row["tokens"]: row for row in rows if (row["contender"], row["mode"]) == (name, mode)}
-            for key, what, scale in _A_TOKEN:
+            for key, what, scale in (("ns_a_token", "ns a token", 1.0), ("bytes_a_token", "KiB a token", 1024.0)):
                 values = [own[T][key] / scale for T in tokens if key in own.get(T, {})]
                 if values:
                     cells = [f"{own[T][key] / scale:.1f}" if key in own.get(T, {}) else "-" for T in tokens]
