@@ -5,7 +5,7 @@
     python docs/generate.py --plots    # draw the plots of docs/data/*.json first
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. Measurements come from docs/data/*.json, as
-`qwenlinear bench kernels | layer | decode` wrote them; a part whose file does not exist is left out.
+`qwenlinear bench kernels | layer | decode | model` wrote them; a part whose file does not exist is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwenlinear import doctor
-from qwenlinear.bench import decode_report, kernels_report, layer_report
+from qwenlinear.bench import decode_report, kernels_report, layer_report, model
 from qwenlinear.errors import Refusal
 from qwenlinear.kernels import (
     FLAKernel,
@@ -254,7 +254,8 @@ def measurements(name: str) -> str:
     if not path.exists():
         return ""
     results = json.loads(path.read_text())
-    lines = [f"## Measured: {results['machine']['device']}, {results['dtype']}", ""]
+    what = {"kernels-h200-first": ", first calls", "kernels-h200-heads": ", heads 16/64"}.get(name, "")
+    lines = [f"## Measured: {results['machine']['device']}, {results['dtype']}{what}", ""]
     for along in ("tokens", "documents"):
         if (DOCS / "images" / f"{name}-{along}.png").exists():
             lines += [f"![Time against {along}](images/{name}-{along}.png)", ""]
@@ -272,6 +273,34 @@ def decode_runs(_: str) -> str:
     return _runs("Decoding", "decode", {"batch": "A step against batch"}, decode_report.markdown)
 
 
+def model_runs(_: str) -> str:
+    """A section for each run of ``qwenlinear bench model``, with the longest kernels of two sides."""
+    sections: list[str] = []
+    for path in sorted((DOCS / "data").glob("model-*.json")):
+        results = json.loads(path.read_text())
+        for side, found in results.get("profile", {}).items():
+            if side not in _PROFILED:
+                found["longest"] = []
+        sections += [
+            f"### {results['machine']['device']}, {results['arguments']['dtype']}",
+            "",
+            model.markdown(results),
+            "",
+        ]
+    return "\n".join(["## A whole model", "", *sections]).rstrip()
+
+
+_PROFILED = ("Transformers", "injected FlashQLAKernel")
+
+_REMARKS = {
+    "layer-h200-2048": "Time, memory, and both over T.",
+    "layer-h200-4096": "What `--limit` left of hidden 4096: packed documents and memory were not reached.",
+    "layer-h200-gradients": "Gradients by parameter.",
+    "layer-h200-peers": "With Transformers' and FLA's layers, and the operators alone. Taken before the runs above, when the "
+    "input projections were one product of joined weights, not [three](performance-notes.md#three-products-instead-of-one).",
+}
+
+
 def _runs(title: str, kind: str, pictures: dict[str, str], markdown: Callable[[dict[str, object]], str]) -> str:
     sections: list[str] = []
     for path in sorted((DOCS / "data").glob(f"{kind}-*.json")):
@@ -282,6 +311,7 @@ def _runs(title: str, kind: str, pictures: dict[str, str], markdown: Callable[[d
             *([] if sections else [f"## {title}", ""]),
             f"### {where} ({path.stem.removeprefix(f'{kind}-')})",
             "",
+            *([_REMARKS[path.stem], ""] if path.stem in _REMARKS else []),
         ]
         for name, words in pictures.items():
             if (DOCS / "images" / f"{path.stem}-{name}.png").exists():
@@ -308,6 +338,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "bench": measurements,
     "layers": layer_runs,
     "decodes": decode_runs,
+    "models": model_runs,
     "text": verbatim,
     "flashqla": flashqla,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qwenlinear.bench import tables as shared
-from qwenlinear.bench.tables import COLOURS, Results, Table, can_draw, last_line
+from qwenlinear.bench.tables import BELOW, COLOURS, Results, Table, can_draw, last_line
 
 
 def show(results: Results) -> None:
@@ -94,7 +94,7 @@ def plot(results: Results, path: Path) -> bool:
     rows = [row for row in results["times"] if "us" in row]
     if len({row["batch"] for row in rows}) < 2:
         return False
-    figure, axis = pyplot.subplots(figsize=(7, 4.4))
+    figure, axis = pyplot.subplots(figsize=(7, 5.2))
     floor = sorted({row["batch"]: row["floor_us"] for row in rows}.items())
     axis.plot(*zip(*floor, strict=True), "--", color="#000000", label="byte floor")
     names = list(dict.fromkeys(row["contender"] for row in rows))
@@ -109,7 +109,7 @@ def plot(results: Results, path: Path) -> bool:
     axis.set_xticks(ticks := sorted({row["batch"] for row in rows}), [str(batch) for batch in ticks])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, **BELOW)
     size = results["size"]
     title = f"{results['machine']['device']}, hidden {size['hidden']}, heads {size['heads']}, {results['dtype']}"
     figure.suptitle(title, fontsize=10)

@@ -7,7 +7,7 @@ from typing import Any
 
 from qwenlinear.bench import tables as shared
 from qwenlinear.bench.layer_gate import worse
-from qwenlinear.bench.tables import COLOURS, Results, Table, can_draw, last_line
+from qwenlinear.bench.tables import BELOW, COLOURS, Results, Table, can_draw, last_line
 
 MODES = ("forward", "forward+backward")
 PICTURES = ("floor", "flat")
@@ -249,7 +249,7 @@ def _plot_flat(results: Results, path: Path) -> bool:
     rows = results["flat"]
     if len({row["tokens"] for row in rows if "ns_a_token" in row}) < 2:
         return False
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), squeeze=False)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), squeeze=False)
     names = list(dict.fromkeys(row["contender"] for row in rows))
     for axis, (key, label, scale) in zip(
         axes[0], (("ns_a_token", "ns a token", 1.0), ("bytes_a_token", "KiB a token at the peak", 1024.0)), strict=True
@@ -265,7 +265,7 @@ def _plot_flat(results: Results, path: Path) -> bool:
         axis.set_xticks(ticks := sorted({row["tokens"] for row in rows}), [str(T) for T in ticks], fontsize=7)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7, **BELOW)
     return _finish(figure, path, results)
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwenlinear import terminal, usage
-from qwenlinear.bench import machine, model_profile
+from qwenlinear.bench import machine, model_profile, session
 from qwenlinear.bench.fla_switch import SWITCH, fla_switch
 from qwenlinear.bench.layer_options import fill_defaults
 from qwenlinear.bench.model_profile import WITHOUT
@@ -163,7 +163,7 @@ class Bench:
         self.without = Side(model_profile.without_layers(model))
         self.results: dict[str, Any] = {
             "machine": machine.describe(self.device),
-            "command": "qwenlinear " + " ".join(sys.argv[1:]),
+            "command": session.command(sys.argv[1:]),
             "shapes": TINY if args.tiny else SHAPES,
             "arguments": {name: str(value) for name, value in vars(args).items() if name not in ("run", "out")},
             "rows": [],

@@ -253,6 +253,8 @@ def markdown(profiles: dict[str, Any]) -> list[str]:
     lines += [f"| ms | {' | '.join(ran)} |", "| --- |" + " --- |" * len(ran)]
     lines += [f"| {name} | {' | '.join(f'{ms:,.2f}' for ms in values)} |" for name, values in rows]
     for side, found in ran.items():
+        if not found["longest"]:
+            continue
         lines += ["", f"Longest of {side}:", "", "| kernel | group | calls | ms |", "| --- | --- | --- | --- |"]
         for kernel in found["longest"]:
             cells = (f"`{_cell(kernel['name'])}`", kernel["group"], str(kernel["calls"]), f"{kernel['ms']:,.2f}")

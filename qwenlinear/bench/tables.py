@@ -93,3 +93,6 @@ def last_line(text: str) -> str:
 
 # Blue, orange, green, vermilion, purple, sky, black, yellow: Okabe and Ito's colours, told apart by everyone.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncol": 2, "frameon": False}
+"""Where a legend covers no line."""
