@@ -2,8 +2,8 @@
 
 The floor of a call is the sum of three times that are measured in the same rounds as the call:
 
-- products: the input product ``[T, hidden] @ [hidden, P]`` and the output product ``[T, HV V] @ [HV V, hidden]``, and with
-  backward the input and the weight gradient of both, as six plain products;
+- products: those of the input, ``[T, hidden]`` with the rows of q|k|v, of b|a and of z, and the output's, ``[T, HV V]``; with
+  backward the gradients of both inputs, that of the first summed in place, and of all weights;
 - the kernel alone, on what the layer hands it: contiguous q, k, v, g, beta with q and k normalised before;
 - the bytes that prologue and epilogue must move, over the bandwidth of a copy: a copy that reads and writes as many.
 
@@ -120,24 +120,31 @@ def products(sizes: Sizes, tokens: int, device: torch.device, train: bool, seed:
         sizes: the layer's.
         tokens: T.
         device: where.
-        train: whether to form the input and weight gradients of both, too.
+        train: whether to form the gradients of inputs and weights, too.
         seed: of the operands.
 
     Returns:
-        The call: two products, or six.
+        The call: four products, or ten.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.float32, generator=generator).to(sizes.dtype)
 
-    hidden, inner = sizes.config.hidden_size, sizes.config.value_dim
+    hidden, inner, gates = sizes.config.hidden_size, sizes.config.value_dim, 2 * sizes.config.linear_num_value_heads
     x, o = draw(tokens, hidden), draw(tokens, inner)
-    into, out = draw(sizes.projected, hidden), draw(hidden, inner)
-    pairs: list[Callable[[], Tensor]] = [lambda: x @ into.t(), lambda: o @ out.t()]
+    mixing, gate, out = draw(sizes.config.conv_dim + gates, hidden), draw(inner, hidden), draw(hidden, inner)
+    qkv, ba = mixing.split_with_sizes((sizes.config.conv_dim, gates))
+    pairs: list[Callable[[], Tensor]] = [
+        lambda: x @ qkv.t(),
+        lambda: x @ ba.t(),
+        lambda: x @ gate.t(),
+        lambda: o @ out.t(),
+    ]
     if train:
-        dy, dp = draw(tokens, hidden), draw(tokens, sizes.projected)
-        pairs += [lambda: dy @ out, lambda: dy.t() @ o, lambda: dp @ into, lambda: dp.t() @ x]
+        dy, dz, dmixed = draw(tokens, hidden), draw(tokens, inner), draw(tokens, sizes.config.conv_dim + gates)
+        pairs += [lambda: dy @ out, lambda: dy.t() @ o, lambda: dz.t() @ x, lambda: dmixed.t() @ x]
+        pairs += [lambda: (dz @ gate).addmm_(dmixed, mixing)]
 
     def call() -> None:
         for product in pairs:
