@@ -163,10 +163,10 @@ _WORDS = {
         "prefill",
         "training",
         "measured here",
-        "bfloat16, float16 in part, on an H200",
+        "bfloat16, float16, on an H200",
         "no",
     ),
-    "zh": ("GPU", "计算能力", "flash-qla", "预填充", "训练", "是否实测", "bfloat16、部分 float16 (H200)", "未实测"),
+    "zh": ("GPU", "计算能力", "flash-qla", "预填充", "训练", "是否实测", "bfloat16, float16 (H200)", "未实测"),
 }
 
 
