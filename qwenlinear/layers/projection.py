@@ -235,9 +235,8 @@ class _Mixing(torch.autograd.Function):
     """x times the rows of qkv, of b and of a; and x itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: tuple[_Rows, ...], sizes: tuple[int, int], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, rows, sizes, *weights = inputs  # not named above: without gradients TorchDynamo counts names and may drop ctx
         # frozen weights have no use for x, which nobody else may keep
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.sizes, ctx.dtype = rows, sizes, x.dtype
@@ -272,7 +271,8 @@ class _Gate(torch.autograd.Function):
     """x times the rows of z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: tuple[_Rows, ...], span: tuple[int, int], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, rows, span, *weights = inputs
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.span, ctx.dtype = rows, span, x.dtype
         with without_autocast(x.device):
