@@ -262,7 +262,7 @@ class _Mixing(torch.autograd.Function):
         with without_autocast(some.device):
             if needs_x:
                 joined = _joined(weights, ctx.rows, (0, C + 2 * HV), ctx.dtype)
-                dx = _added(dx, gradient, joined).view(*some.shape[:2], -1)
+                dx = _added(dx, gradient, joined).view(*some.shape[:2], joined.shape[1])
             dweights = _weight_gradients(x, gradient, 0, weights, ctx.rows, needs)
         return (dx if needs_x else None, None, None, *dweights)
 
@@ -286,7 +286,8 @@ class _Gate(torch.autograd.Function):
         dx, gradient = None, dz.flatten(0, 1)
         with without_autocast(dz.device):
             if needs_x:
-                dx = (gradient @ _joined(weights, ctx.rows, ctx.span, ctx.dtype)).view(*dz.shape[:2], -1)
+                joined = _joined(weights, ctx.rows, ctx.span, ctx.dtype)
+                dx = (gradient @ joined).view(*dz.shape[:2], joined.shape[1])
             dweights = _weight_gradients(x, gradient, ctx.span[0], weights, ctx.rows, needs)
         return (dx, None, None, *dweights)
 

@@ -44,7 +44,7 @@ def reference(layer, x, upstream, leaves):
     return want, torch.autograd.grad(want, leaves, upstream)
 
 
-@pytest.mark.parametrize("shape", [(2, 7), (1, 5), (3, 1), (1, 1)])
+@pytest.mark.parametrize("shape", [(2, 7), (1, 5), (3, 1), (1, 1), (0, 4), (2, 0)])
 def test_equals_the_modules_called(make_layer, monkeypatch, shape) -> None:
     layer, x = make_layer(), rand(*shape, 32, grad=True)
     leaves = [x, *input_weights(layer).values()]
