@@ -245,7 +245,8 @@ class _Mixing(torch.autograd.Function):
         with without_autocast(x.device):
             qkv = x @ _joined(weights, rows, (0, C), x.dtype).t()
             ba = x @ _joined(weights, rows, (C, C + 2 * HV), x.dtype).t()
-        return qkv, *ba.split_with_sizes((HV, HV), -1), x.view_as(x)
+        # a view would be refused by its name, not by its version, once x has been changed in place
+        return qkv, *ba.split_with_sizes((HV, HV), -1), x.detach()
 
     @staticmethod
     @once_differentiable

@@ -80,6 +80,16 @@ def test_what_is_frozen_gets_no_gradient(make_layer, monkeypatch, frozen) -> Non
     assert all(t.grad is None for t in (x, *input_weights(layer).values()) if not t.requires_grad)
 
 
+def test_an_input_changed_in_place_is_noticed(make_layer, joined) -> None:
+    """In the words that PyTorch has for it, as where the modules are called."""
+    layer, x = make_layer(), rand(2, 6, 32, grad=True)
+    hidden_states = 2 * x
+    output = layer(hidden_states)
+    hidden_states.add_(1)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified by an inplace operation"):
+        output.sum().backward()
+
+
 def test_parts_that_nobody_uses(make_layer, joined) -> None:
     layer, x = make_layer(), rand(1, 6, 32, grad=True)
     for used in range(4):
