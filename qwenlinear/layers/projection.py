@@ -235,9 +235,8 @@ class _Mixing(torch.autograd.Function):
     """x times the rows of qkv, of b and of a; and x itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: tuple[_Rows, ...], sizes: tuple[int, int], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, rows, sizes, *weights = inputs  # not named above: without gradients TorchDynamo counts names and may drop ctx
         # frozen weights have no use for x, which nobody else may keep
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.sizes, ctx.dtype = rows, sizes, x.dtype
@@ -246,7 +245,8 @@ class _Mixing(torch.autograd.Function):
         with without_autocast(x.device):
             qkv = x @ _joined(weights, rows, (0, C), x.dtype).t()
             ba = x @ _joined(weights, rows, (C, C + 2 * HV), x.dtype).t()
-        return qkv, *ba.split_with_sizes((HV, HV), -1), x.view_as(x)
+        # a view would be refused by its name, not by its version, once x has been changed in place
+        return qkv, *ba.split_with_sizes((HV, HV), -1), x.detach()
 
     @staticmethod
     @once_differentiable
@@ -263,7 +263,7 @@ class _Mixing(torch.autograd.Function):
         with without_autocast(some.device):
             if needs_x:
                 joined = _joined(weights, ctx.rows, (0, C + 2 * HV), ctx.dtype)
-                dx = _added(dx, gradient, joined).view(*some.shape[:2], -1)
+                dx = _added(dx, gradient, joined).view(*some.shape[:2], joined.shape[1])
             dweights = _weight_gradients(x, gradient, 0, weights, ctx.rows, needs)
         return (dx if needs_x else None, None, None, *dweights)
 
@@ -272,7 +272,8 @@ class _Gate(torch.autograd.Function):
     """x times the rows of z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: tuple[_Rows, ...], span: tuple[int, int], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, rows, span, *weights = inputs
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.span, ctx.dtype = rows, span, x.dtype
         with without_autocast(x.device):
@@ -286,7 +287,8 @@ class _Gate(torch.autograd.Function):
         dx, gradient = None, dz.flatten(0, 1)
         with without_autocast(dz.device):
             if needs_x:
-                dx = (gradient @ _joined(weights, ctx.rows, ctx.span, ctx.dtype)).view(*dz.shape[:2], -1)
+                joined = _joined(weights, ctx.rows, ctx.span, ctx.dtype)
+                dx = (gradient @ joined).view(*dz.shape[:2], joined.shape[1])
             dweights = _weight_gradients(x, gradient, ctx.span[0], weights, ctx.rows, needs)
         return (dx, None, None, *dweights)
 

@@ -57,6 +57,18 @@ def test_training(compiled, monkeypatch, joined) -> None:
             torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["separate", "joined"])
+def test_inference(compiled, monkeypatch, joined) -> None:
+    if joined:
+        monkeypatch.setattr(projection, "why_not_faster", lambda device, tokens: None)
+    layer, fast = compiled
+    x = rand(1, 4, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), layer(x), **CLOSE)
+    layer.requires_grad_(False)
+    torch.testing.assert_close(fast(x), layer(x), **CLOSE)
+
+
 @torch.no_grad()
 def test_decoding_in_place(compiled) -> None:
     layer, fast = compiled

@@ -44,7 +44,7 @@ def reference(layer, x, upstream, leaves):
     return want, torch.autograd.grad(want, leaves, upstream)
 
 
-@pytest.mark.parametrize("shape", [(2, 7), (1, 5), (3, 1), (1, 1)])
+@pytest.mark.parametrize("shape", [(2, 7), (1, 5), (3, 1), (1, 1), (0, 4), (2, 0)])
 def test_equals_the_modules_called(make_layer, monkeypatch, shape) -> None:
     layer, x = make_layer(), rand(*shape, 32, grad=True)
     leaves = [x, *input_weights(layer).values()]
@@ -78,6 +78,16 @@ def test_what_is_frozen_gets_no_gradient(make_layer, monkeypatch, frozen) -> Non
     for leaf, gradient in zip(leaves, want, strict=True):
         torch.testing.assert_close(leaf.grad, gradient, **CLOSE)
     assert all(t.grad is None for t in (x, *input_weights(layer).values()) if not t.requires_grad)
+
+
+def test_an_input_changed_in_place_is_noticed(make_layer, joined) -> None:
+    """In the words that PyTorch has for it, as where the modules are called."""
+    layer, x = make_layer(), rand(2, 6, 32, grad=True)
+    hidden_states = 2 * x
+    output = layer(hidden_states)
+    hidden_states.add_(1)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified by an inplace operation"):
+        output.sum().backward()
 
 
 def test_parts_that_nobody_uses(make_layer, joined) -> None:
