@@ -236,7 +236,8 @@ class _Mixing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        x, rows, sizes, *weights = inputs  # not named above: without gradients TorchDynamo counts names and may drop ctx
+        # arguments without names of their own: without gradients TorchDynamo counts names and may drop ctx
+        x, rows, sizes, *weights = inputs
         # frozen weights have no use for x, which nobody else may keep
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.sizes, ctx.dtype = rows, sizes, x.dtype
@@ -277,7 +278,7 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.rows, ctx.span, ctx.dtype = rows, span, x.dtype
         with without_autocast(x.device):
-            return x @ _joined(weights, rows, span, x.dtype).t()
+            return cast(Tensor, x @ _joined(weights, rows, span, x.dtype).t())
 
     @staticmethod
     @once_differentiable
